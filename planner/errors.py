@@ -1,0 +1,20 @@
+"""The one exception type of the public API."""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """A user's mistake: ``what``, the ``value`` and the ``fix``. Exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, value: object = None, fix: str = "") -> None:
+        self.what, self.value, self.fix = what, value, fix
+        shown = "" if value is None else f": {value}"
+        super().__init__(f"{what}{shown}" + (f". {fix}" if fix else ""))
+
+
+class InfeasibleError(PlannerError):
+    """No plan fits: ``what`` says by how many bytes and where. Exit code 3."""
+
+    exit_code = 3
