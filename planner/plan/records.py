@@ -204,12 +204,12 @@ class PlacementRecord(Record):
     """Placement of the tensor or op that the key names.
 
     A key with ``*`` stands for the layers that ``layers`` lists (``"0-95"``), and so do
-    the tensor names inside. A tensor (``what`` "tensor": a parameter or buffer) has
+    the tensor names inside. A parameter or buffer has
     one output, itself. ``dtype``: as stored. ``blocks``: the blocks that hold it, with
     the same ``*``; a tied tensor is held by several.
     """
 
-    what: Literal["tensor", "op"]
+    what: Literal["parameter", "buffer", "op"]
     layers: str | None = None
     target: str = ""  # an op's, e.g. aten.linear.default
     dtype: str = ""  # a tensor's

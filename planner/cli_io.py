@@ -1,0 +1,92 @@
+"""How the command line talks: results, progress, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from planner.errors import PlannerError
+
+INTERNAL = 1
+BAD_INPUT = 2
+INFEASIBLE = 3
+CHECK_FAILED = 4
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+@contextmanager
+def progress(quiet: bool) -> Generator[Callable[[str], None]]:
+    """A status line on stderr, only where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status("starting") as status:
+        yield lambda text: status.update(escape(text))
+
+
+def show(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def print_json(value: Any) -> None:
+    show(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    print(" ".join(text.split()), file=sys.stderr)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Runs ``command`` and returns its exit code; no exception leaves it."""
+    if "PLANNER_TRACEBACK" in os.environ:
+        return command()
+    warnings.simplefilter("ignore")
+    try:
+        return command()
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader has gone; keep the interpreter's last flush from complaining
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:  # the last resort: never a traceback
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """One line for an error, and the exit code that it means."""
+    from cost_models.errors import SpecError
+    from passes.errors import PassError
+
+    if isinstance(error, PlannerError):
+        say(f"error: {error}")
+        return error.exit_code
+    if isinstance(error, SpecError | PassError):
+        say(f"error: {error}")
+        return BAD_INPUT
+    usage = getattr(error, "format_message", None)  # of typer, or of click before it
+    if usage is not None:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(usage(), file=sys.stderr)
+        else:
+            say(f"error: {usage()} `planner --help` lists what there is.")
+        return BAD_INPUT
+    if type(error).__name__ == "Abort":
+        say("interrupted")
+        return INTERRUPTED
+    say(
+        f"internal error: {type(error).__name__}: {error} (this is a bug; "
+        "PLANNER_TRACEBACK=1 shows where)"
+    )
+    return INTERNAL

@@ -1,0 +1,176 @@
+"""Why a plan is as it is, in words: what binds, where the time goes, what lost."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from planner.plan.documents import Document, Plan, Prediction
+from planner.plan.records import AlternativeRecord, CollectiveRecord
+from planner.plan.summary import (
+    PART_NAMES,
+    WIDTH,
+    certificate_line,
+    gib,
+    seconds,
+    split_line,
+)
+
+#: MFU of a well-tuned training run, and the mark under which something is wrong.
+GOOD_MFU = (0.40, 0.55)
+POOR_MFU = 0.30
+#: Less spare memory than this share of the limit: memory binds.
+TIGHT = 0.10
+COMMUNICATION = ("tp_comm", "cp_comm", "ep_comm", "dp_comm_exposed", "pp_p2p")
+#: Shares below this are not worth a line.
+SMALL = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading and its paragraphs (plain text, not wrapped)."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+def explain(document: Document) -> tuple[Section, ...]:
+    """The sections in reading order."""
+    sections = [
+        Section("The split", (split_line(document),)),
+        Section("What binds", (*_memory(document), *_balance(document))),
+        Section("Where the time goes", tuple(_times(document))),
+        Section("Utilisation", tuple(utilisation(document))),
+        Section("Communication", tuple(_communication(document))),
+    ]
+    if isinstance(document, Prediction):
+        sections.append(Section("Verdict", (document.verdict.message,)))
+    if isinstance(document, Plan):
+        certificate = certificate_line(document.certificate)
+        sections.append(Section("How good it is", (certificate,)))
+        lost = [_lost(document, other) for other in document.alternatives]
+        if lost:
+            sections.append(Section("What lost, and why", tuple(lost)))
+    if document.warnings:
+        sections.append(Section("Warnings", document.warnings))
+    return tuple(sections)
+
+
+def render(sections: tuple[Section, ...]) -> str:
+    """Plain text of at most 80 columns."""
+    blocks: list[str] = []
+    for section in sections:
+        body = [
+            textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+            for line in section.lines
+        ]
+        blocks.append("\n".join([section.title, *body]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _memory(d: Document) -> list[str]:
+    stages = d.estimate.memory_per_stage
+    worst = max(
+        range(len(stages)), key=lambda k: stages[k].total_bytes - stages[k].limit_bytes
+    )
+    memory = stages[worst]
+    spare = memory.limit_bytes - memory.total_bytes
+    lines = sorted(memory.lines().items(), key=lambda kv: -kv[1])
+    top = " and ".join(
+        f"{name.removesuffix('_bytes').replace('_', ' ')} ({gib(value)})"
+        for name, value in lines[:2]
+        if value
+    )
+    state = (
+        f"stage {worst} takes {gib(memory.total_bytes)} of {gib(memory.limit_bytes)}"
+    )
+    if spare < 0:
+        return [
+            f"Memory does not suffice: {state}, {gib(-spare)} too much; most is {top}."
+        ]
+    if spare < TIGHT * memory.limit_bytes:
+        return [f"Memory binds: {state}, {gib(spare)} to spare; most is {top}."]
+    return [f"Memory does not bind: {state}, {gib(spare)} to spare; most is {top}."]
+
+
+def _balance(d: Document) -> list[str]:
+    times = [s.forward_s + s.backward_s for s in d.stages]
+    if len(times) == 1:
+        return []
+    longest, mean = max(times), sum(times) / len(times)
+    worst = times.index(longest)
+    if longest <= mean * 1.01:
+        return [f"The {len(times)} stages are balanced to {longest / mean - 1:.1%}."]
+    return [
+        f"Stage {worst} sets the pace: {seconds(longest)} a micro-batch, "
+        f"{longest / mean - 1:.1%} above the mean of {len(times)} stages."
+    ]
+
+
+def _times(d: Document) -> list[str]:
+    total = d.estimate.step_time_s
+    parts = sorted(d.estimate.breakdown.parts().items(), key=lambda kv: -kv[1])
+    return [
+        f"{PART_NAMES[name]:<27} {seconds(value):>9} {value / total:>6.1%}"
+        for name, value in parts
+        if value > 0
+    ] + [f"{'step':<27} {seconds(total):>9}"]
+
+
+def losses(d: Document) -> list[tuple[str, float]]:
+    """What keeps MFU from 100 %, largest first: (what, share of the step).
+
+    Compute counts only as far as it takes longer than its FLOPs at the dense peak.
+    """
+    e = d.estimate
+    ideal = e.model_flops / (d.cluster.num_gpus * e.peak_flops_per_s)
+    shares: list[tuple[str, float]] = []
+    for name, value in e.breakdown.parts().items():
+        lost = max(0.0, value - ideal) if name == "compute" else value
+        label = "compute below peak" if name == "compute" else PART_NAMES[name]
+        shares.append((label, lost / e.step_time_s))
+    return sorted((s for s in shares if s[1] > SMALL), key=lambda s: (-s[1], s[0]))
+
+
+def utilisation(d: Document) -> list[str]:
+    """The verdict on MFU, and below the good range what eats the rest in order."""
+    e = d.estimate
+    peak = f"{e.peak_flops_per_s / 1e12:.4g} dense {e.peak_dtype} TFLOP/s"
+    if e.mfu >= GOOD_MFU[1]:
+        verdict = "better than most well-tuned runs"
+    elif e.mfu >= GOOD_MFU[0]:
+        verdict = "good"
+    elif e.mfu >= POOR_MFU:
+        verdict = "fair; well-tuned runs reach 40-55%"
+    else:
+        verdict = "low; well-tuned runs reach 40-55%"
+    lines = [f"MFU {e.mfu:.1%} of {peak} per GPU: {verdict}. HFU is {e.hfu:.1%}."]
+    if e.mfu < GOOD_MFU[0]:
+        eaten = ", ".join(f"{what} {share:.1%}" for what, share in losses(d))
+        lines.append(f"What eats the rest, in order: {eaten}.")
+    return lines
+
+
+def _communication(d: Document) -> list[str]:
+    b, total = d.estimate.breakdown.parts(), d.estimate.step_time_s
+    exposed = sum(b[name] for name in COMMUNICATION)
+    lines = [f"{exposed / total:.1%} of the step waits for communication."]
+    by_cost = sorted(d.collectives, key=lambda c: -c.time_s * c.count_per_step)
+    lines += [_call(c) for c in by_cost[:5]]
+    return lines
+
+
+def _call(c: CollectiveRecord) -> str:
+    return (
+        f"{c.kind} on {c.axis} ({c.group_size} ranks) at {c.where}, {c.phase}: "
+        f"{c.count_per_step} x {c.bytes / 1e6:.4g} MB, {seconds(c.time_s)} each"
+    )
+
+
+def _lost(plan: Plan, other: AlternativeRecord) -> str:
+    label = f"{other.recipe}: " if other.recipe else ""
+    label += other.parallelism.label()
+    if not other.fits:
+        return f"{label}: does not fit; {other.why}"
+    slower = other.step_time_s / plan.estimate.step_time_s - 1
+    return f"{label}: {seconds(other.step_time_s)} ({slower:+.1%}); {other.why}"
