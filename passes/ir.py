@@ -93,6 +93,7 @@ class Tensor:
     persistent: bool = True  # in the state dict (buffers may not be)
     aliases: tuple[str, ...] = ()
     requires_grad: bool = False  # activations: a gradient flows through it
+    per_sample: tuple[int, ...] = ()  # size per sample of each axis, 0: fixed
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
