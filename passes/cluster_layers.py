@@ -1,0 +1,230 @@
+"""Partition ops into blocks by module path and find the repeated ones.
+
+Ensures: blocks are contiguous in op order and cover the graph; two blocks have one
+``kind`` exactly where their ops, shapes, dtypes, attributes and wiring agree (names
+do not matter). Elements of a numbered container ("layers.0", "layer1.0", "stages.1
+.blocks.2") are blocks; what comes before is "embed", what comes after "head"; small
+glue joins a neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from passes.ir import Block, Op, Operand, OpGraph, OpKind
+
+# containers of layers inside a numbered stage, as vision backbones name them
+_INNER = frozenset({"blocks", "layers", "units"})
+_MATRIX = (
+    OpKind.GEMM,
+    OpKind.GROUPED_GEMM,
+    OpKind.CONV,
+    OpKind.ATTENTION,
+    OpKind.SCAN,
+    OpKind.EMBEDDING,
+    OpKind.UNKNOWN,
+)
+
+
+def _numbered(part: str) -> bool:
+    return part.partition("@")[0][-1:].isdigit()
+
+
+def _numeric(part: str) -> bool:
+    return part.partition("@")[0].isdigit()
+
+
+def container_prefixes(paths: Sequence[str]) -> frozenset[str]:
+    """Paths of numbered modules that are layers.
+
+    A number alone is an element of a list; a name that ends in digits ("layer1") is
+    one where two or more such siblings have modules inside ("conv1" has none).
+    """
+    inside: dict[tuple[str, str], set[str]] = {}
+    for path in paths:
+        parts = path.split(".") if path else []
+        for k, part in enumerate(parts[:-1]):
+            if _numbered(part) and not _numeric(part):
+                stem = part.partition("@")[0].rstrip("0123456789")
+                inside.setdefault((".".join(parts[:k]), stem), set()).add(part)
+    named = {
+        f"{parent}.{part}" if parent else part
+        for (parent, _), members in inside.items()
+        if len(members) > 1
+        for part in members
+    }
+    result: set[str] = set()
+    for path in paths:
+        parts = path.split(".") if path else []
+        for k, part in enumerate(parts):
+            prefix = ".".join(parts[: k + 1])
+            if _numeric(part) or prefix in named:
+                result.add(prefix)
+    return frozenset(result)
+
+
+def layer_of(path: str, layers: frozenset[str]) -> str:
+    """The layer that a module path lies in, "" outside all."""
+    parts = path.split(".") if path else []
+    found, start = "", -1
+    for k in range(len(parts)):
+        prefix = ".".join(parts[: k + 1])
+        if prefix in layers:
+            chained = start < 0 or k == start + 1
+            nested = k == start + 2 and parts[k - 1] in _INNER
+            if not (chained or nested):
+                break
+            found, start = prefix, k
+    return found
+
+
+@dataclass(slots=True)
+class _Run:
+    key: str
+    start: int
+    stop: int
+
+
+def _runs(ops: Sequence[Op], keys: Sequence[str]) -> list[_Run]:
+    runs: list[_Run] = []
+    for i, key in enumerate(keys):
+        if runs and runs[-1].key == key:
+            runs[-1].stop = i + 1
+        else:
+            runs.append(_Run(key, i, i + 1))
+    return runs
+
+
+def _heavy(ops: Sequence[Op]) -> bool:
+    return any(op.kind in _MATRIX for op in ops)
+
+
+def _merge(ops: Sequence[Op], runs: list[_Run]) -> list[_Run]:
+    """Join glue between layers, and layers without matrix work, to what is before."""
+    result: list[_Run] = []
+    for k, run in enumerate(runs):
+        body = ops[run.start : run.stop]
+        last = k == len(runs) - 1
+        light = not _heavy(body)
+        edge = not result or (last and not run.key)
+        if result and light and not edge and not (result[-1].key == "" and run.key):
+            result[-1].stop = run.stop
+        elif result and run.key and result[-1].key == run.key:
+            result[-1].stop = run.stop
+        else:
+            result.append(replace(run))
+    return result
+
+
+def _name(run: _Run, ops: Sequence[Op], first: bool, last: bool, alone: bool) -> str:
+    if run.key:
+        return run.key
+    if alone:
+        return "model"
+    if first:
+        return "embed"
+    if last:
+        return "head"
+    owner = next((op.module for op in ops[run.start : run.stop] if op.module), "")
+    return owner or "glue"
+
+
+def partition(ops: Sequence[Op]) -> list[tuple[str, int, int]]:
+    """(name, start, stop) of every block, names unique."""
+    paths = [op.module for op in ops]
+    layers = container_prefixes(paths)
+    keys = [layer_of(p, layers) for p in paths]
+    if len(set(keys) - {""}) < 2:
+        keys = _top_level(paths)
+    runs = _merge(ops, _runs(ops, keys))
+    result: list[tuple[str, int, int]] = []
+    used: dict[str, int] = {}
+    for k, run in enumerate(runs):
+        name = _name(run, ops, k == 0, k == len(runs) - 1, len(runs) == 1)
+        used[name] = used.get(name, 0) + 1
+        if used[name] > 1:
+            name = f"{name}#{used[name]}"
+        result.append((name, run.start, run.stop))
+    return result
+
+
+def _top_level(paths: Sequence[str]) -> list[str]:
+    """Children of the root, or of the only child that holds nearly everything."""
+    depth = 1
+    while depth < 4:
+        keys = [".".join(p.split(".")[:depth]) if p else "" for p in paths]
+        if len(set(keys) - {""}) > 2:
+            return keys
+        depth += 1
+    return ["" for _ in paths]
+
+
+def structure(graph: OpGraph, start: int, stop: int, consumers: dict[str, int]) -> Hashable:
+    """What makes two blocks alike: everything about their ops but the names.
+
+    ``consumers``: index of the last op that reads each tensor (outputs: the end).
+    """
+    labels: dict[str, int] = {}
+    outside: list[Hashable] = []
+
+    def label(name: str) -> int:
+        if name not in labels:
+            labels[name] = len(labels)
+            t = graph.tensor(name)
+            outside.append(
+                (
+                    labels[name],
+                    t.shape,
+                    t.dtype,
+                    t.kind,
+                    t.trainable,
+                    t.requires_grad,
+                    t.per_sample,
+                )
+            )
+        return labels[name]
+
+    def operands(items: Sequence[Operand]) -> Hashable:
+        return tuple((label(o.tensor), o.axes) for o in items)
+
+    body: list[Hashable] = []
+    for op in graph.ops[start:stop]:
+        body.append(
+            (
+                op.target,
+                op.kind,
+                op.space.dims,
+                operands(op.space.inputs),
+                operands(op.space.outputs),
+                op.forward_flops,
+                op.backward_flops,
+                op.pointwise_flops,
+                operands(op.saved),
+                op.phase,
+                tuple((k, v) for k, v in op.attrs if k != "weight"),
+                tuple(consumers.get(n, -1) >= stop for n in op.outputs),
+            )
+        )
+    return (tuple(body), tuple(outside))
+
+
+def last_readers(graph: OpGraph) -> dict[str, int]:
+    """Index of the last op that reads each tensor; past the end for outputs."""
+    result: dict[str, int] = {}
+    for i, op in enumerate(graph.ops):
+        for name in op.inputs:
+            result[name] = i
+    return result | dict.fromkeys(graph.outputs, len(graph.ops))
+
+
+def cluster_layers(graph: OpGraph) -> OpGraph:
+    """The graph with its blocks."""
+    readers = last_readers(graph)
+    kinds: dict[Hashable, int] = {}
+    blocks: list[Block] = []
+    for index, (name, start, stop) in enumerate(partition(graph.ops)):
+        key = structure(graph, start, stop, readers)
+        kind = kinds.setdefault(key, len(kinds))
+        blocks.append(Block(index, name, kind, start, stop))
+    return replace(graph, blocks=tuple(blocks))
