@@ -14,7 +14,8 @@ zero-bubble    max(m max t + sum f + sum b - sum w', fill + (m - 1) max(f + b) +
 =============  ======================================================================
 
 Against the simulator: GPipe is exact always. 1F1B is exact for equal stages without
-p2p, an upper bound for unequal ones with b_k proportional to f_k. Interleaved is exact for
+p2p, an upper bound for unequal ones with b_k proportional to f_k. Interleaved is
+exact for
 equal stages without p2p, and with p <= f / (2 v) where S divides m.
 Zero-bubble (one chunk) is exact for equal stages with w <= min(f, b) without p2p. How
 far the others are off is measured in ``tests/property/test_pipeline_closed_forms.py``.
