@@ -10,10 +10,12 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import gcd
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from cost_models.hardware import ClusterSpec, DeviceSpec
 from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from cost_models.hardware import ClusterSpec, DeviceSpec
 
 Precision: TypeAlias = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "momentum", "lion"]
@@ -221,10 +223,11 @@ class Parallelism:
     def _check_stages(self) -> None:
         if self.vpp > 1 and self.pp == 1:
             raise PlannerError("vpp needs pp > 1", f"vpp={self.vpp}, pp=1")
-        if self.vpp > 1 and self.schedule != "interleaved":
+        v_shaped = self.schedule == "zero_bubble" and self.vpp == 2
+        if self.vpp > 1 and self.schedule != "interleaved" and not v_shaped:
             raise PlannerError(
-                "vpp > 1 runs the interleaved schedule only",
-                self.schedule,
+                "vpp > 1 runs the interleaved schedule (zero_bubble takes 2 chunks)",
+                f"{self.schedule}, vpp={self.vpp}",
                 "use schedule=interleaved or vpp=1",
             )
         if isinstance(self.recompute, tuple):
@@ -275,7 +278,7 @@ class Parallelism:
         if the interleaved schedule can not divide the micro-batches over the stages.
         """
         count = micro_batches(global_batch, self.data_parallel, self.micro_batch_size)
-        if self.vpp > 1 and count % self.pp:
+        if self.schedule == "interleaved" and count % self.pp:
             step = self.data_parallel * self.micro_batch_size * self.pp
             raise PlannerError(
                 "the interleaved schedule needs micro-batches in multiples of pp",

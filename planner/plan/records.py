@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from planner.workload import Inference, Parallelism, PinValue, Training
 
 if TYPE_CHECKING:
-    from cost_models.memory import MemoryLines
-
     from cost_models.hardware import ClusterSpec
+    from cost_models.memory import MemoryLines
 
 Seconds: TypeAlias = Annotated[float, Field(ge=0)]
 Bytes: TypeAlias = Annotated[int, Field(ge=0)]
@@ -172,11 +171,16 @@ MEMORY_LINES = (
 
 
 class StageRecord(Record):
-    """One pipeline stage. ``blocks``: names in execution order of this stage's chunks;
-    ``chunks``: how many blocks each chunk has (one chunk unless interleaved; chunk c of
-    stage s runs as virtual stage c x pp + s). ``forward_s`` and ``backward_s`` are one
-    micro-batch through all chunks, with its tensor, context and expert communication
-    and recompute; ``send_s`` is the exposed time to hand its output on."""
+    """One pipeline stage.
+
+    ``blocks``: names in execution order of this stage's chunks; ``chunks``: how many
+    blocks each chunk has. Chunk c of stage s runs as virtual stage c x pp + s, the
+    zero-bubble schedule's second one as 2 pp - 1 - s. ``forward_s`` and ``backward_s``
+    are one micro-batch through all chunks, with its tensor, context and expert
+    communication and recompute. ``send_s``: one message to the next stage (the last
+    stage's goes back to the first, under the interleaved schedule).
+    ``backward_weight_s``: the part of ``backward_s`` that zero-bubble postpones.
+    """
 
     index: Count
     blocks: tuple[str, ...]
@@ -185,6 +189,7 @@ class StageRecord(Record):
     ranks: tuple[Count, ...]
     forward_s: Seconds
     backward_s: Seconds
+    backward_weight_s: Seconds | None = None
     send_s: Seconds = 0.0
     memory: MemoryRecord
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any, cast
 
-from cost_models.pipeline import step_time
-
+from cost_models.pipeline import Schedule, step_time
+from cost_models.schedules import stage_of
 from planner.plan.documents import Document, Plan
 from planner.plan.records import plain
 from planner.search.check_placements import placement_rules
@@ -110,11 +110,14 @@ def _coverage(plan: Plan) -> Iterator[Violation]:
     expected = [block.name for block in plan.model.blocks]
     if len(set(expected)) != len(expected):
         yield Violation("stages", "model", "two blocks have the same name")
-    placed: list[str] = []
-    for chunk in range(plan.parallelism.vpp):
-        for s in plan.stages:
+    p = plan.parallelism
+    virtual: dict[int, tuple[str, ...]] = {}
+    for s in plan.stages:
+        for chunk, size in enumerate(s.chunks):
             start = sum(s.chunks[:chunk])
-            placed += s.blocks[start : start + s.chunks[chunk]] if s.chunks else ()
+            number = stage_of(Schedule(p.schedule), s.index, chunk, p.pp)
+            virtual[number] = s.blocks[start : start + size]
+    placed = [name for number in sorted(virtual) for name in virtual[number]]
     if placed != expected:
         times = Counter(placed)
         missing = [name for name in expected if not times[name]]
@@ -166,7 +169,7 @@ def _batch(plan: Plan) -> Iterator[Violation]:
             f"dp {p.data_parallel} x micro-batch {p.micro_batch_size} x "
             f"{p.num_micro_batches} = {product}, the global batch is {w.global_batch}",
         )
-    if p.vpp > 1 and p.num_micro_batches % p.pp:
+    if p.schedule == "interleaved" and p.num_micro_batches % p.pp:
         yield Violation(
             "batch", "parallelism", "interleaving needs micro-batches divisible by pp"
         )
@@ -206,13 +209,15 @@ def _memory(plan: Plan) -> Iterator[Violation]:
 def pipeline_seconds(plan: Document) -> float:
     """The schedule's closed form of the document's stage times."""
     p = plan.parallelism
+    weights = [s.backward_weight_s or 0.0 for s in plan.stages]
     return step_time(
         p.schedule,
         [s.forward_s for s in plan.stages],
         [s.backward_s for s in plan.stages],
-        [s.send_s for s in plan.stages[:-1]],
+        [s.send_s for s in plan.stages],
         p.num_micro_batches or 1,
         p.vpp,
+        backward_weight_s=weights if all(weights) else None,
     ).total_s
 
 
