@@ -160,7 +160,9 @@ def _top_level(paths: Sequence[str]) -> list[str]:
     return ["" for _ in paths]
 
 
-def structure(graph: OpGraph, start: int, stop: int, consumers: dict[str, int]) -> Hashable:
+def structure(
+    graph: OpGraph, start: int, stop: int, consumers: dict[str, int]
+) -> Hashable:
     """What makes two blocks alike: everything about their ops but the names.
 
     ``consumers``: index of the last op that reads each tensor (outputs: the end).

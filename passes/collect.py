@@ -27,9 +27,7 @@ class RawTensor:
     shape: Shape
     dtype: str
     kind: TensorKind
-    trainable: bool = False
-    persistent: bool = True
-    aliases: tuple[str, ...] = ()
+    requires_grad: bool = False
 
 
 @dataclass(slots=True)
@@ -43,7 +41,6 @@ class RawOp:
     inputs: list[str]
     outputs: list[str]
     module: str
-    grad: bool
     slice_of: tuple[str, int, int, int] | None = None  # tensor, axis, start, end
 
 
@@ -86,9 +83,8 @@ def target_name(target: object) -> str:
 
 
 class _Reader:
-    def __init__(self, tied: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         self.graph = RawGraph()
-        self.tied = tied
         self.used: set[str] = set()
 
     def fresh(self, name: str) -> str:
@@ -99,16 +95,16 @@ class _Reader:
 
     def tensor(self, name: str, value: torch.Tensor, kind: TensorKind) -> str:
         self.graph.tensors[name] = RawTensor(
-            name, tuple(int(s) for s in value.shape), dtype_name(value.dtype), kind
+            name,
+            tuple(int(s) for s in value.shape),
+            dtype_name(value.dtype),
+            kind,
+            value.requires_grad,
         )
         return name
 
     def read(
-        self,
-        module: fx.GraphModule,
-        arguments: Sequence[object] | None,
-        grad: bool,
-        path: str,
+        self, module: fx.GraphModule, arguments: Sequence[object] | None, path: str
     ) -> object:
         """Read one graph; returns its output with tensors replaced by names."""
         values: dict[fx.Node, object] = {}
@@ -132,10 +128,7 @@ class _Reader:
                     raise PassError("a module call is left in the graph", node.target)
                 values[node] = None
             else:
-                name = target_name(node.target)
-                if name == "_set_grad_enabled":
-                    grad = bool(node.args[0])
-                values[node] = self.call(module, node, name, resolve, grad, path)
+                values[node] = self.call(node, resolve, path)
         return None
 
     def placeholder(self, node: fx.Node) -> object:
@@ -147,42 +140,28 @@ class _Reader:
         return value
 
     def attribute(self, module: fx.GraphModule, node: fx.Node) -> object:
-        target = str(node.target)
+        name = str(node.target)
         found: Any = module
-        for part in target.split("."):
+        for part in name.split("."):
             found = getattr(found, part)
         if not isinstance(found, torch.Tensor):
             return found
-        name = self.tied.get(target, target)
         if name not in self.graph.tensors:
-            kind = (
-                TensorKind.PARAMETER
-                if isinstance(found, torch.nn.Parameter)
-                else TensorKind.BUFFER
-            )
+            parameter = isinstance(found, torch.nn.Parameter)
+            kind = TensorKind.PARAMETER if parameter else TensorKind.BUFFER
             self.tensor(name, found, kind)
-            self.graph.tensors[name].trainable = (
-                kind is TensorKind.PARAMETER and found.requires_grad
-            )
             self.used.add(name)
         return _Named(name, found)
 
-    def call(
-        self,
-        module: fx.GraphModule,
-        node: fx.Node,
-        name: str,
-        resolve: Any,
-        grad: bool,
-        path: str,
-    ) -> object:
+    def call(self, node: fx.Node, resolve: Any, path: str) -> object:
+        name = target_name(node.target)
         path = module_path(node) or path
         if name == "getitem" or node.target is operator.getitem:
             source, index = resolve(node.args[0]), node.args[1]
             if isinstance(source, (list, tuple)):
                 return source[index]  # type: ignore[index]
         if name in _INLINED:
-            return self.inline(node, name, resolve, grad, path)
+            return self.inline(node, name, resolve, path)
         value = node.meta.get("val")
         if any(word in name for word in _IGNORED) or not _has_tensor(value):
             return _number(value)
@@ -212,7 +191,6 @@ class _Reader:
                 inputs,
                 outputs,
                 path,
-                grad,
                 _slice_range(name, args, inputs),
             )
         )
@@ -242,20 +220,16 @@ class _Reader:
             items.append(_Named(name, item))
         return names, tuple(items)
 
-    def inline(
-        self, node: fx.Node, name: str, resolve: Any, grad: bool, path: str
-    ) -> object:
+    def inline(self, node: fx.Node, name: str, resolve: Any, path: str) -> object:
         args = list(node.args)
         at = next(
             i for i, a in enumerate(args) if isinstance(resolve(a), fx.GraphModule)
         )
         body = resolve(args[at])
-        if name == "wrap_with_set_grad_enabled":
-            grad = bool(args[0])
         rest = args[at + 1 :]
         if name == "invoke_subgraph" and rest and isinstance(rest[0], str):
             rest = rest[1:]
-        return self.read(body, [resolve(a) for a in rest], grad, path)
+        return self.read(body, [resolve(a) for a in rest], path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +285,11 @@ def is_pointwise(target: object) -> bool:
 
 def module_path(node: fx.Node) -> str:
     """Dotted path of the module whose forward made the node."""
+    known = node.meta.get("module_path")
+    if isinstance(known, str):
+        return known
     stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    return path.split("@")[0].removeprefix("L__self__").lstrip(".")
+    return str(list(stack.values())[-1][0]).split("@")[0] if stack else ""
 
 
 def _slice_range(
@@ -349,27 +323,8 @@ def _slice_range(
 
 def collect(module: fx.GraphModule) -> RawGraph:
     """Read a traced graph whose nodes carry ``meta['val']``."""
-    owners: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    aliases: dict[str, list[str]] = {}
-    buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
-    for name, value in module.named_parameters(remove_duplicate=False):
-        first = owners.setdefault(id(value), name)
-        tied[name] = first
-        if first != name:
-            aliases.setdefault(first, []).append(name)
-    reader = _Reader(tied)
-    result = reader.read(module, None, True, "")
-    graph = reader.graph
-    for name, others in aliases.items():
-        if name in graph.tensors:
-            graph.tensors[name].aliases = tuple(others)
-    for name, tensor in graph.tensors.items():
-        if tensor.kind is TensorKind.BUFFER and name in buffers:
-            owner, _, leaf = name.rpartition(".")
-            holder = module.get_submodule(owner) if owner else module
-            skip = getattr(holder, "_non_persistent_buffers_set", set())
-            tensor.persistent = leaf not in skip
+    reader = _Reader()
+    result = reader.read(module, None, "")
 
     def flat(item: object) -> list[str]:
         if isinstance(item, _Named):
@@ -380,5 +335,5 @@ def collect(module: fx.GraphModule) -> RawGraph:
             return [n for x in item.values() for n in flat(x)]  # type: ignore[misc]
         return []
 
-    graph.outputs = flat(result)
-    return graph
+    reader.graph.outputs = flat(result)
+    return reader.graph

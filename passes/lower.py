@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-from torch import fx
-
-from passes.collect import RawGraph, RawOp, RawTensor, collect
+from passes.collect import RawGraph, RawOp, collect
 from passes.errors import PassError
 from passes.ir import (
     Attr,
@@ -39,26 +36,12 @@ from passes.refine import (
 from passes.spaces import RULES, Call, RuleMismatch, Spec
 from passes.spaces.pointwise import elementwise
 from passes.spaces.registry import Ref, Shape, whole
+from passes.traced import TracedModel
 from passes.work import Attrs, derived_attrs, op_work
 
-# two batches whose sizes show which axes carry the batch; prime, so that factors of
-# merged axes are not mistaken
-PROBES = (7, 11)
-
-_FLOATS = ("float", "bfloat", "complex")
-_NO_GRADIENT = ("aten.detach", "aten.zeros_like", "aten.ones_like", "aten.full_like")
-
-
-class Traced(Protocol):
-    """What lowering needs of a traced model."""
-
-    @property
-    def graph_module(self) -> fx.GraphModule: ...
-
-    @property
-    def batch(self) -> int: ...
-
-    def at_batch(self, batch: int) -> Traced: ...
+# batches at which the structure is read: prime, so that factors of merged axes are
+# not mistaken
+PROBE, SECOND_PROBE = 7, 11
 
 
 Rates = dict[str, tuple[int, ...]]
@@ -90,51 +73,62 @@ def batch_rates(
     return rates
 
 
-def lower(traced: Traced) -> OpGraph:
-    """Lower a traced model at its own micro-batch.
+def lower(traced: TracedModel) -> OpGraph:
+    """Lower a traced model at its own micro-batch, without blocks.
 
-    Raises :class:`PassError` where the graph holds what lowering can not read.
+    The structure is read at a probe batch, so that it does not depend on the batch
+    traced (an axis of one sample looks like a broadcast). Raises :class:`PassError`
+    where the graph holds what lowering can not read.
     """
-    try:
-        probes = [collect(traced.at_batch(b).graph_module) for b in PROBES]
-    except PassError:
-        probes = []
-    rates = batch_rates(probes[0], probes[1], PROBES) if probes else None
-    if rates is None:
-        raw = collect(traced.graph_module)
-        fixed = {n: (0,) * len(t.shape) for n, t in raw.tensors.items()}
-        graph = lower_raw(raw, fixed, traced.batch)
-        note = "the batch is fixed in the graph: trace again for another micro-batch"
-        return replace(graph, warnings=(*graph.warnings, note))
-    return with_batch(lower_raw(probes[0], rates, PROBES[0]), traced.batch)
+    here = collect(traced.graph_module)
+    if traced.symbolic:
+        probe, other = PROBE, (here, traced.batch)
+        if traced.batch == probe:
+            other = collect(traced.at_batch(SECOND_PROBE)), SECOND_PROBE
+            raw = here
+        else:
+            raw = collect(traced.at_batch(probe))
+        rates = batch_rates(raw, other[0], (probe, other[1]))
+        if rates is not None:
+            graph = lower_raw(raw, rates, probe, traced.tensors, traced.warnings)
+            return with_batch(graph, traced.batch)
+    fixed = {n: (0,) * len(t.shape) for n, t in here.tensors.items()}
+    note = "the batch is fixed in the graph: trace again for another micro-batch"
+    warnings = (*traced.warnings, note)
+    return lower_raw(here, fixed, traced.batch, traced.tensors, warnings)
 
 
-def lower_raw(raw: RawGraph, rates: Rates, batch: int) -> OpGraph:
-    """Lower a graph read at ``batch`` samples, given its per-sample sizes."""
-    warnings: list[str] = []
-    nodes = _make_nodes(raw, rates, batch, warnings)
+def lower_raw(
+    raw: RawGraph,
+    rates: Rates,
+    batch: int,
+    leaves: Sequence[Tensor] = (),
+    warnings: Sequence[str] = (),
+) -> OpGraph:
+    """Lower a graph read at ``batch`` samples, given its per-sample sizes.
+
+    ``leaves``: parameters and buffers of the whole model, those that the graph does
+    not use included.
+    """
+    notes: list[str] = []
+    nodes = _make_nodes(raw, rates, batch, notes)
     shapes = {n: t.shape for n, t in raw.tensors.items()}
-    leaves = {n for n, t in raw.tensors.items() if t.kind is not TensorKind.ACTIVATION}
-    orphans = set(refine_backward(nodes, leaves, shapes))
+    outside = {n for n, t in raw.tensors.items() if t.kind is not TensorKind.ACTIVATION}
+    orphans = frozenset(refine_backward(nodes, outside, shapes))
     if orphans:
         nodes = _make_nodes(raw, rates, batch, [], orphans)
-        refine_backward(nodes, leaves, shapes)
-    gradients = _gradients(raw)
-    tensors = {
-        name: _tensor(t, rates[name], name in gradients)
-        for name, t in raw.tensors.items()
-    }
-    roots = _parameter_roots(raw, nodes)
-    ops = tuple(_op(node, tensors, roots) for node in nodes)
+        refine_backward(nodes, outside, shapes)
+    tensors = _tensors(raw, rates, leaves)
+    roots = _parameter_roots(tensors, nodes)
     return OpGraph(
-        ops=ops,
+        ops=tuple(_op(node, tensors, roots) for node in nodes),
         tensors=tuple(tensors.values()),
         blocks=(),
         inputs=tuple(raw.inputs),
         outputs=tuple(raw.outputs),
         batch=batch,
         seq_len=_sequence_length(raw, rates),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *notes),
     )
 
 
@@ -157,7 +151,7 @@ def _make_nodes(
     rates: Rates,
     batch: int,
     warnings: list[str],
-    orphans: set[str] = frozenset(),  # type: ignore[assignment]
+    orphans: frozenset[str] = frozenset(),
 ) -> list[Node]:
     tiles = _tiled_slices(raw, orphans)
     factors: dict[str, tuple[tuple[Factor, ...], ...]] = {}
@@ -215,7 +209,7 @@ def _spec(call: Call, op: RawOp, warnings: list[str], seen: set[str]) -> Spec:
         return whole(call, OpKind.UNKNOWN)
 
 
-def _tiled_slices(raw: RawGraph, orphans: set[str]) -> dict[str, Shape]:
+def _tiled_slices(raw: RawGraph, orphans: frozenset[str]) -> dict[str, Shape]:
     """Slices of one axis that together cover it exactly once, as parts."""
     groups: dict[tuple[str, int], dict[tuple[int, int], list[str]]] = {}
     for op in raw.ops:
@@ -240,36 +234,31 @@ def _tiled_slices(raw: RawGraph, orphans: set[str]) -> dict[str, Shape]:
     return result
 
 
-def _gradients(raw: RawGraph) -> set[str]:
-    """Activations that a gradient flows through."""
-    result: set[str] = set()
-    for op in raw.ops:
-        if not op.grad or op.target.startswith(_NO_GRADIENT):
-            continue
-        if any(n in result or raw.tensors[n].trainable for n in op.inputs):
-            result |= {
-                n for n in op.outputs if raw.tensors[n].dtype.startswith(_FLOATS)
-            }
+def _tensors(
+    raw: RawGraph, rates: Rates, leaves: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Parameters and buffers as the model lists them, then the graph's own tensors."""
+    result = {t.name: t for t in leaves}
+    for name, t in raw.tensors.items():
+        if name not in result:
+            result[name] = Tensor(
+                name,
+                t.shape,
+                t.dtype,
+                t.kind,
+                trainable=t.kind is TensorKind.PARAMETER and t.requires_grad,
+                persistent=not leaves or t.kind is not TensorKind.BUFFER,
+                requires_grad=t.requires_grad,
+                per_sample=rates[name] if any(rates[name]) else (),
+            )
     return result
 
 
-def _tensor(raw: RawTensor, rates: tuple[int, ...], gradient: bool) -> Tensor:
-    return Tensor(
-        raw.name,
-        raw.shape,
-        raw.dtype,
-        raw.kind,
-        trainable=raw.trainable,
-        persistent=raw.persistent,
-        aliases=raw.aliases,
-        requires_grad=gradient,
-        per_sample=rates if any(rates) else (),
-    )
-
-
-def _parameter_roots(raw: RawGraph, nodes: Sequence[Node]) -> dict[str, str]:
+def _parameter_roots(
+    tensors: Mapping[str, Tensor], nodes: Sequence[Node]
+) -> dict[str, str]:
     """Parameters by name, seen through views and casts of them."""
-    roots = {n: n for n, t in raw.tensors.items() if t.kind is TensorKind.PARAMETER}
+    roots = {n: n for n, t in tensors.items() if t.kind is TensorKind.PARAMETER}
     for node in nodes:
         if (
             node.spec.kind in (OpKind.VIEW, OpKind.COPY)
@@ -323,8 +312,11 @@ def _op(node: Node, tensors: Mapping[str, Tensor], roots: Mapping[str, str]) -> 
 
 
 _DERIVED = frozenset(
-    "batch m n k ci co in_size out_size kernel "
-    "q_heads kv_heads q_len kv_len qk_dim v_dim".split()
+    (
+        *("batch", "m", "n", "k"),
+        *("ci", "co", "in_size", "out_size", "kernel"),
+        *("q_heads", "kv_heads", "q_len", "kv_len", "qk_dim", "v_dim"),
+    )
 )
 
 
@@ -334,7 +326,9 @@ def _with_work(op: Op, tensors: Mapping[str, Tensor]) -> Op:
     operands = [tensors[n] for n in op.inputs]
     shapes = [t.shape for t in operands] + [tensors[n].shape for n in op.outputs]
     attrs = derived_attrs(op.kind, op.space, shapes, fixed)
-    work = op_work(op.kind, op.target, op.space, attrs, operands, shapes)
+    trained = any(tensors[n].requires_grad for n in op.outputs)
+    wants = tuple(trained and (t.requires_grad or t.trainable) for t in operands)
+    work = op_work(op.kind, op.target, op.space, attrs, shapes, wants)
     return replace(
         op,
         attrs=tuple(attrs.items()),

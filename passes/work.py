@@ -14,7 +14,7 @@ from __future__ import annotations
 from math import log2, prod
 from typing import NamedTuple
 
-from passes.ir import Attr, DimKind, IterationSpace, OpKind, Tensor
+from passes.ir import Attr, DimKind, IterationSpace, OpKind
 
 Attrs = dict[str, Attr]
 
@@ -166,16 +166,15 @@ def op_work(
     target: str,
     space: IterationSpace,
     attrs: Attrs,
-    operands: list[Tensor],
     shapes: list[tuple[int, ...]],
+    wants: tuple[bool, ...],
 ) -> Work:
     """FLOPs of one op.
 
-    ``operands`` are the input tensors: a gradient is computed for those that are
-    trainable or that one flows through. Attention's backward is five products.
+    ``wants``: for each input, whether backward computes its gradient. Attention's
+    backward is five products.
     """
     pointwise = pointwise_flops(kind, target, space, shapes)
-    wants = [t.requires_grad or t.trainable for t in operands]
     if kind in (OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV):
         forward = 2 * prod(d.size for d in space.dims)
         return Work(forward, forward * sum(wants[:2]), pointwise)

@@ -312,7 +312,7 @@ def slice_op(call: Call) -> Spec:
         mine = each[call.slices.index(call.out[axis])]
         source, output = list(labels), list(labels)
         source[axis], output[axis] = joined, mine
-        live = {d for d in (*joined.dims, *mine.dims)}
+        live = {*joined.dims, *mine.dims}
         sizes = {d: n for d, n in sizes.items() if d in live}
         return space(call, OpKind.VIEW, {"self": source}, [output], sizes=sizes)
     source = list(labels)
