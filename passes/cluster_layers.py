@@ -108,9 +108,7 @@ def _merge(ops: Sequence[Op], runs: list[_Run]) -> list[_Run]:
         last = k == len(runs) - 1
         light = not _heavy(body)
         edge = not result or (last and not run.key)
-        if result and light and not edge and not (result[-1].key == "" and run.key):
-            result[-1].stop = run.stop
-        elif result and run.key and result[-1].key == run.key:
+        if (result and light and not edge and not (result[-1].key == "" and run.key)) or (result and run.key and result[-1].key == run.key):
             result[-1].stop = run.stop
         else:
             result.append(replace(run))
