@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor as TorchTensor
+import torch
 from torch import nn
 
 from passes.errors import PassError
 from passes.ir import DTYPE_BYTES, Tensor, TensorKind
 
 
-def _key(tensor: TorchTensor) -> tuple[object, ...]:
+def _key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that are the same memory seen in the same way."""
     try:
         storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
@@ -33,19 +33,22 @@ def _persistent_names(module: nn.Module) -> set[str]:
     return names
 
 
-def module_tensors(module: nn.Module) -> tuple[Tensor, ...]:
+def module_tensors(
+    module: nn.Module, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """Every parameter, then every buffer, each once.
 
     The name is that of the first registration, the others are ``aliases``. Two
     registrations are the same tensor if they share storage, offset, shape and strides
-    (views of one storage with another shape count as tensors of their own).
+    (views of one storage with another shape count as tensors of their own). Floating
+    tensors are listed in ``dtype`` if given.
 
     Raises:
         PassError: a parameter whose shape is not known yet (lazy modules).
     """
     persistent = _persistent_names(module)
     first: dict[tuple[object, ...], str] = {}
-    found: dict[str, TorchTensor] = {}
+    found: dict[str, torch.Tensor] = {}
     aliases: dict[str, list[str]] = {}
     kinds: dict[str, TensorKind] = {}
     sources = (
@@ -67,7 +70,7 @@ def module_tensors(module: nn.Module) -> tuple[Tensor, ...]:
         Tensor(
             name=name,
             shape=tuple(tensor.shape),
-            dtype=_dtype_name(name, tensor),
+            dtype=_dtype_name(name, tensor, dtype),
             kind=kinds[name],
             trainable=kinds[name] is TensorKind.PARAMETER and tensor.requires_grad,
             persistent=kinds[name] is TensorKind.PARAMETER or name in persistent,
@@ -78,8 +81,9 @@ def module_tensors(module: nn.Module) -> tuple[Tensor, ...]:
     )
 
 
-def _dtype_name(name: str, tensor: TorchTensor) -> str:
-    text = str(tensor.dtype).removeprefix("torch.")
+def _dtype_name(name: str, tensor: torch.Tensor, cast: torch.dtype | None) -> str:
+    kind = cast if cast is not None and tensor.is_floating_point() else tensor.dtype
+    text = str(kind).removeprefix("torch.")
     if text not in DTYPE_BYTES:
         raise PassError(
             f"{name} has a dtype that can not be planned", text, "Cast the model first"

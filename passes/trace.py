@@ -1,32 +1,42 @@
 """nn.Module -> aten graph by torch.export on meta tensors.
 
-The only file of this package that touches private torch API. The user's module is
-never run on data and never changed: a copy whose tensors live on the meta device is
-exported.
+The user's module is never run on data and never changed: a copy whose tensors live on
+the meta device is exported, with runs of equal layers shortened (:mod:`passes.depth`).
+There is no fallback to an eager forward.
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from passes.accounting import module_tensors
+from passes.concrete import concrete_graph, is_symbolic, mutated_tensors, plain_graph
+from passes.depth import (
+    UnequalLayers,
+    Watch,
+    check_units_equal,
+    find_runs,
+    remove_stand_ins,
+    shorten,
+)
 from passes.errors import PassError
-from passes.ir import Tensor
+from passes.export_errors import explain
+from passes.meta_copy import meta_copy
 from passes.traced import LayerRun as LayerRun
 from passes.traced import TracedModel as TracedModel
 
-_BATCH_HINT = 2  # sizes 0 and 1 are never symbolic in torch.export
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+_SMALLEST_SYMBOLIC = 2  # torch.export never makes sizes 0 and 1 symbolic
 
 
 def trace(
@@ -38,57 +48,123 @@ def trace(
     dtype: torch.dtype | None = None,
     training: bool = True,
     strict: bool = False,
+    shorten_runs: bool = True,
 ) -> TracedModel:
     """Export ``model`` for ``batch`` samples (default: the example's).
 
     Axis 0 of every tensor argument whose size equals the example's batch (axis 0 of
-    the first tensor argument) is the batch. ``dtype`` casts floating parameters,
-    buffers and inputs. ``training=False`` exports under ``torch.no_grad``. The model's
-    own train/eval mode is kept.
+    the first tensor argument) is the batch; values of the examples do not matter.
+    ``dtype`` casts floating parameters, buffers and inputs. ``training=False`` exports
+    under ``torch.no_grad``; the model's own train/eval mode is kept. ``strict`` is
+    torch.export's (off first, and tried where the other mode fails).
+    ``shorten_runs=False`` traces every layer.
 
     Raises:
         PassError: the model can not be exported; names the op, the line of the user's
             model and what to do.
     """
-    kwargs = dict(kwargs or {})
-    meta = _to_meta(model, dtype)
-    example = _example_batch(args, kwargs)
-    target = example if batch is None else batch
-    tensors = module_tensors(model if dtype is None else meta)
+    job = _Job.of(model, args, dict(kwargs or {}), dtype, training, strict)
+    size = job.example_batch if batch is None else batch
+    if size < 1:
+        raise PassError("batch must be at least 1", size)
+    runs = find_runs(model) if shorten_runs and not strict else ()
+    template, warnings = _export_checked(job, max(size, _SMALLEST_SYMBOLIC), runs)
+    if not template.symbolic and template.batch != size:
+        template, warnings = _export_checked(job, size, template.runs)
 
-    def inputs(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _meta_inputs(args, kwargs, example, size, dtype)
+    def rebatch(other: int) -> fx.GraphModule:
+        if template.symbolic or other == template.batch:
+            return concrete_graph(template.module, other, training)
+        again, _ = _export_checked(job, other, template.runs)
+        return concrete_graph(again.module, other, training)
 
-    hint = max(target, _BATCH_HINT)
-    exported = _export(meta, *inputs(hint), hint, training, strict, dynamic=True)
-    symbolic = _is_symbolic(exported, hint)
-    if not symbolic and hint != target:
-        exported = _export(meta, *inputs(target), target, training, strict)
-    template = _clean(exported)
-
-    def rebatch(size: int) -> fx.GraphModule:
-        base = template
-        if not symbolic and size != target:
-            base = _clean(_export(meta, *inputs(size), size, training, strict))
-        return _concrete(base, inputs(size), tensors, training)
-
-    graph_module = rebatch(target)
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    graph_module = rebatch(size)
+    nodes = graph_module.graph.find_nodes(op="placeholder")
     return TracedModel(
         graph_module=graph_module,
-        batch=target,
-        tensors=tensors,
-        inputs=tuple(n.name for n in placeholders),
-        batched_inputs=tuple(
-            n.name for n in placeholders if _leading(n.meta.get("val")) == target
-        ),
+        batch=size,
+        tensors=job.tensors,
+        inputs=tuple(n.name for n in nodes),
+        batched_inputs=tuple(n.name for n in nodes if _leading(n.meta["val"]) == size),
         training=training,
-        symbolic=symbolic,
+        symbolic=template.symbolic,
+        runs=template.runs,
+        mutated=mutated_tensors(graph_module),
+        warnings=(*warnings, *_provenance(template.runs)),
         rebatch=rebatch,
     )
 
 
+def _provenance(runs: Sequence[LayerRun]) -> Iterator[str]:
+    for run in runs:
+        yield (
+            f"traced {len(run.kept)} of {len(run.original)} layers of "
+            f"{run.prefix or 'the model'}: the others are equal"
+        )
+
+
 # --- inputs ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is exported, whatever the batch."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+    training: bool
+    strict: bool
+    example_batch: int
+    tensors: tuple[Any, ...]
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dtype: torch.dtype | None,
+        training: bool,
+        strict: bool,
+    ) -> _Job:
+        _check_arguments(model, args, kwargs)
+        tensors = module_tensors(model, dtype)
+        aliases = {a: t.name for t in tensors for a in t.aliases}
+        example = _example_batch(args, kwargs)
+        return cls(
+            model, args, kwargs, dtype, training, strict, example, tensors, aliases
+        )
+
+    def inputs(self, batch: int) -> Inputs:
+        """The example's arguments on the meta device, for ``batch`` samples."""
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            shape = list(leaf.shape)
+            if shape and shape[0] == self.example_batch:
+                shape[0] = batch
+            cast = self.dtype is not None and leaf.is_floating_point()
+            kind = self.dtype if cast else leaf.dtype
+            return torch.empty(shape, dtype=kind, device="meta")
+
+        return pytree.tree_map(one, (tuple(self.args), dict(self.kwargs)))
+
+
+def _check_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise PassError(
+            f"{type(model).__name__}.forward can not be called with the example inputs",
+            str(error),
+            "Give example inputs for these arguments",
+        ) from error
 
 
 def _leading(value: object) -> int | None:
@@ -108,194 +184,127 @@ def _example_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     )
 
 
-def _meta_inputs(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    example: int,
-    batch: int,
-    dtype: torch.dtype | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = list(leaf.shape)
-        if shape and shape[0] == example:
-            shape[0] = batch
-        kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-        return torch.empty(shape, dtype=kind, device="meta")
+def _dynamic_shapes(model: nn.Module, inputs: Inputs, batch: int) -> dict[str, Any]:
+    """Axis 0 of batched arguments automatic, in the form that torch.export follows."""
+    signature = inspect.signature(model.forward)
+    bound = dict(signature.bind(*inputs[0], **inputs[1]).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and name in bound:
+            bound.update(bound.pop(name))
 
-    return pytree.tree_map(one, (tuple(args), dict(kwargs)))
+    def axes(leaf: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if _leading(leaf) == batch else None
 
-
-def _to_meta(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A deep copy whose tensors are on the meta device; ties are kept."""
-    memo: dict[int, Any] = {}
-    shared: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        kind = dtype if dtype is not None and tensor.is_floating_point() else None
-        return torch.empty_like(tensor, device="meta", dtype=kind)
-
-    for module in model.modules():
-        for store in (module._parameters, module._buffers, vars(module)):
-            for value in store.values():
-                if not isinstance(value, torch.Tensor) or id(value) in memo:
-                    continue
-                key = (
-                    value.untyped_storage()._cdata,
-                    value.storage_offset(),
-                    tuple(value.shape),
-                    tuple(value.stride()),
-                )
-                if key not in shared:
-                    moved = move(value.detach())
-                    if isinstance(value, nn.Parameter):
-                        moved = nn.Parameter(moved, requires_grad=value.requires_grad)
-                    shared[key] = moved
-                memo[id(value)] = shared[key]
-    return copy.deepcopy(model, memo)
+    return pytree.tree_map(axes, bound)
 
 
 # --- export ---------------------------------------------------------------------------
 
 
-def _export(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batch: int,
-    training: bool,
-    strict: bool,
-    dynamic: bool = False,
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A clean graph, symbolic in the batch where the model allows."""
+
+    module: fx.GraphModule
+    batch: int
+    symbolic: bool
+    runs: tuple[LayerRun, ...]
+
+
+def _export_checked(
+    job: _Job, batch: int, runs: tuple[LayerRun, ...]
+) -> tuple[_Template, list[str]]:
+    """Export with as many shortened runs as pass their checks."""
+    warnings: list[str] = []
+    while True:
+        try:
+            return _export(job, batch, runs), warnings
+        except UnequalLayers as error:
+            warnings.append(f"traced every layer of {error}")
+            runs = tuple(r for r in runs if r is not error.run)
+        except Exception as error:
+            if not runs:
+                raise
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            warnings.append(f"traced every layer, as shortened lists failed: {first}")
+            runs = ()
+
+
+def _export(job: _Job, batch: int, runs: tuple[LayerRun, ...]) -> _Template:
+    if job.strict:
+        exported = _attempt(job, batch, (), dynamic=False, strict=True)
+        return _template(job, exported, batch, ())
+    try:
+        exported = _attempt(job, batch, runs, dynamic=True)
+    except UnequalLayers:
+        raise
+    except Exception as first:
+        if runs:
+            raise
+        exported = _export_otherwise(job, batch, first)
+    return _template(job, exported, batch, runs)
+
+
+def _export_otherwise(
+    job: _Job, batch: int, first: Exception
 ) -> torch.export.ExportedProgram:
-    shapes: Any = None
-    if dynamic:
-        auto = torch.export.Dim.AUTO
+    """With a fixed batch, then in strict mode; else the first error, explained."""
+    for strict in (False, True):
+        try:
+            return _attempt(job, batch, (), dynamic=False, strict=strict)
+        except Exception as error:
+            if not strict:
+                first = error
+    raise explain(first, job.model) from first
 
-        def axes(leaf: Any) -> Any:
-            return {0: auto} if _leading(leaf) == batch else None
 
-        shapes = pytree.tree_map(axes, _by_name(model, args, kwargs))
-    with nullcontext() if training else torch.no_grad():
-        return torch.export.export(
-            model, args, kwargs, dynamic_shapes=shapes, strict=strict
+def _attempt(
+    job: _Job,
+    batch: int,
+    runs: tuple[LayerRun, ...],
+    *,
+    dynamic: bool,
+    strict: bool = False,
+) -> torch.export.ExportedProgram:
+    model = meta_copy(shorten(job.model, runs) if runs else job.model, job.dtype)
+    watches = [Watch(run) for run in runs]
+    for watch in watches:
+        watch.attach(model)
+    inputs = job.inputs(batch)
+    shapes = _dynamic_shapes(model, inputs, batch) if dynamic else None
+    with _quiet(), nullcontext() if job.training else torch.no_grad():
+        exported = torch.export.export(
+            model, *inputs, dynamic_shapes=shapes, strict=strict
         )
+    for watch in watches:
+        if not watch.finished():
+            raise watch.fail("not every layer was called")
+    return exported
 
 
-def _by_name(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Arguments by parameter name, in the form that ``dynamic_shapes`` follows."""
-    import inspect
-
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    return dict(bound.arguments)
-
-
-def _is_symbolic(exported: torch.export.ExportedProgram, batch: int) -> bool:
-    """Whether the batch axis of every batched input stayed symbolic."""
-    seen = False
-    for node in exported.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if node.name not in exported.graph_signature.user_inputs:
-            continue
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            size = value.shape[0]
-            if isinstance(size, torch.SymInt):
-                seen = True
-            elif size == batch:
-                return False
-    return seen
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch.export's log lines: what matters is raised or returned."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
-# --- graph ----------------------------------------------------------------------------
-
-_DROPPED = re.compile(
-    r"^(aten\._assert_tensor_metadata|aten\._assert_async|aten\._assert_scalar"
-    r"|aten\.sym_constrain_range|aten\.sym_constrain_range_for_size)"
-)
-
-
-def _clean(exported: torch.export.ExportedProgram) -> fx.GraphModule:
-    """Without guards and asserts; regions of no_grad and autocast written in place."""
-    module = exported.module()
-    graph = module.graph
-    for node in reversed(list(graph.nodes)):
-        guard = node.op == "call_module" and "_guards_fn" in str(node.target)
-        if guard or (node.op == "call_function" and _DROPPED.match(str(node.target))):
-            graph.erase_node(node)
-    graph.eliminate_dead_code(lambda n: _impure(n))
-    return fx.GraphModule(module, graph)
-
-
-def _impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    return False
-
-
-# --- concrete metadata ----------------------------------------------------------------
-
-
-class _Propagate(fx.Interpreter):
-    """Runs the graph on fake tensors and records every value."""
-
-    def __init__(self, module: fx.GraphModule, training: bool) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.training = training
-
-    def run_node(self, n: fx.Node) -> Any:
-        quiet = n.meta.get("no_grad", False) or not self.training
-        with torch.set_grad_enabled(not quiet):
-            value = super().run_node(n)
-        n.meta["val"] = pytree.tree_map(_leaf, value)
-        return value
-
-
-def _leaf(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    flag = value.requires_grad
-    return value.detach().requires_grad_(flag)
-
-
-def _concrete(
-    template: fx.GraphModule,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    tensors: tuple[Tensor, ...],
-    training: bool,
-) -> fx.GraphModule:
-    """A copy of ``template`` for concrete inputs: no symbolic size is left."""
-    graph = fx.Graph()
-    names: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(template.graph, names)
-    graph.output(result)
-    module = fx.GraphModule(template, graph)
-    mode = FakeTensorMode(
-        shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True
-    )
-    values = [
-        mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in pytree.tree_leaves(inputs)
-    ]
-    with mode:
-        _Propagate(module, training).run(*values)
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, int | float):
-            node.replace_all_uses_with(value)
-            graph.erase_node(node)
-        elif node.op != "output":
-            _where(node)
+def _template(
+    job: _Job,
+    exported: torch.export.ExportedProgram,
+    batch: int,
+    runs: tuple[LayerRun, ...],
+) -> _Template:
+    module = plain_graph(exported, job.aliases)
+    for run in runs:
+        remove_stand_ins(module.graph, run)
+        check_units_equal(module.graph, run)
+    if runs:
+        module.graph.eliminate_dead_code()
     module.recompile()
-    return module
-
-
-def _where(node: fx.Node) -> None:
-    stack = node.meta.get("nn_module_stack") or {}
-    path, kind = next(reversed(stack.values()), ("", ""))
-    node.meta["module_path"] = re.sub(r"@\d+", "", path)
-    node.meta["module_class"] = kind if isinstance(kind, str) else kind.__qualname__
+    return _Template(module, batch, is_symbolic(module, batch), runs)

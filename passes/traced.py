@@ -38,7 +38,7 @@ class LayerRun:
         """How many times the unit occurs in the whole model."""
         return len(self.original) // self.period
 
-    def paths(self, child: str) -> str:
+    def path(self, child: str) -> str:
         """Module path of one child of the run."""
         return f"{self.prefix}.{child}" if self.prefix else child
 
