@@ -16,6 +16,7 @@ import typer
 from planner.cli_io import (
     CHECK_FAILED,
     INFEASIBLE,
+    INTERRUPTED,
     guarded,
     print_json,
     progress,
@@ -190,7 +191,7 @@ def predict(
         found = run(
             model, cluster, workload, parallelism, strict=strict, progress=report
         )
-    sys.stdout.write(found.to_json() if as_json else found.summary())
+    show(found.to_json() if as_json else found.summary())
     if not found.verdict.fits:
         say(f"error: {found.verdict.message}")
         return INFEASIBLE
@@ -256,7 +257,7 @@ def explain(plan_file: PlanFile, as_json: AsJson = False) -> int:
     if as_json:
         print_json({s.title: list(s.lines) for s in sections})
     else:
-        sys.stdout.write(render(sections))
+        show(render(sections))
     return 0
 
 
@@ -422,9 +423,9 @@ def _deliver(plan: Plan, output: Path | None, as_json: bool) -> int:
     if output is not None:
         plan.save(output)
     if as_json:
-        sys.stdout.write(plan.to_json())
+        show(plan.to_json())
         return 0
-    sys.stdout.write(plan.summary())
+    show(plan.summary())
     if output is not None:
         show(f"\nwrote {output}; `planner explain {output}` says why it is so")
     return 0
@@ -459,12 +460,15 @@ def _one_cluster(text: str, as_json: bool) -> int:
 def run(arguments: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code; no exception leaves it."""
 
+    typed = sys.argv[1:] if arguments is None else arguments
+
     def command() -> int:
-        result = app(arguments, standalone_mode=False)
-        sys.stdout.flush()
+        result = app(typed, standalone_mode=False)
+        if result == INTERRUPTED:  # Typer's word for it
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
 
-    return guarded(command)
+    return guarded(command, typed)
 
 
 def main() -> None:

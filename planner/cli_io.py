@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from planner.errors import PlannerError
@@ -33,8 +34,17 @@ def progress(quiet: bool) -> Generator[Callable[[str], None]]:
         yield lambda text: status.update(escape(text))
 
 
+class ReaderGone(Exception):
+    """Nobody reads standard output any more (``planner clusters | head -1``)."""
+
+
 def show(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    """Text on stdout, a newline at its end."""
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGone from error
 
 
 def print_json(value: Any) -> None:
@@ -46,8 +56,11 @@ def say(text: str) -> None:
     print(" ".join(text.split()), file=sys.stderr)
 
 
-def guarded(command: Callable[[], int]) -> int:
-    """Runs ``command`` and returns its exit code; no exception leaves it."""
+def guarded(command: Callable[[], int], arguments: Sequence[str]) -> int:
+    """Runs ``command`` and returns its exit code; no exception leaves it.
+
+    ``arguments``: what the user typed, to show the value that an option refuses.
+    """
     if "PLANNER_TRACEBACK" in os.environ:
         return command()
     warnings.simplefilter("ignore")
@@ -56,15 +69,15 @@ def guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # the reader has gone; keep the interpreter's last flush from complaining
+    except ReaderGone:
+        # keep the interpreter's last flush from complaining
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # the last resort: never a traceback
-        return _report(error)
+        return _report(error, arguments)
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, arguments: Sequence[str]) -> int:
     """One line for an error, and the exit code that it means."""
     from cost_models.errors import SpecError
     from passes.errors import PassError
@@ -80,7 +93,8 @@ def _report(error: Exception) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(usage(), file=sys.stderr)
         else:
-            say(f"error: {usage()} `planner --help` lists what there is.")
+            given = _given(error, arguments)
+            say(f"error: {usage()}{given} `planner --help` lists what there is.")
         return BAD_INPUT
     if type(error).__name__ == "Abort":
         say("interrupted")
@@ -90,3 +104,10 @@ def _report(error: Exception) -> int:
         "PLANNER_TRACEBACK=1 shows where)"
     )
     return INTERNAL
+
+
+def _given(error: Exception, arguments: Sequence[str]) -> str:
+    """What the user typed for the option that a usage error is about."""
+    names: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
+    values = [b for a, b in pairwise(arguments) if a in names]
+    return f" (given {values[-1]!r})." if values else ""

@@ -155,16 +155,21 @@ def _communication(d: Document) -> list[str]:
     b, total = d.estimate.breakdown.parts(), d.estimate.step_time_s
     exposed = sum(b[name] for name in COMMUNICATION)
     lines = [f"{exposed / total:.1%} of the step waits for communication."]
-    by_cost = sorted(d.collectives, key=lambda c: -c.time_s * c.count_per_step)
-    lines += [_call(c) for c in by_cost[:5]]
+    stages: dict[CollectiveRecord, int] = {}
+    for c in d.collectives:
+        anywhere = c.model_copy(update={"stage": 0})
+        stages[anywhere] = stages.get(anywhere, 0) + 1
+    by_cost = sorted(stages, key=lambda c: -c.time_s * c.count_per_step)
+    lines += [_call(c, stages[c]) for c in by_cost[:5]]
     return lines
 
 
-def _call(c: CollectiveRecord) -> str:
-    return (
+def _call(c: CollectiveRecord, stages: int) -> str:
+    text = (
         f"{c.kind} on {c.axis} ({c.group_size} ranks) at {c.where}, {c.phase}: "
         f"{c.count_per_step} x {c.bytes / 1e6:.4g} MB, {seconds(c.time_s)} each"
     )
+    return f"{text}, on {stages} stages" if stages > 1 else text
 
 
 def _lost(plan: Plan, other: AlternativeRecord) -> str:

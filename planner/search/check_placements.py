@@ -220,7 +220,7 @@ def _fraction(plan: Plan, operand: OperandRecord) -> float:
 def _parameter_bytes(plan: Plan) -> Iterator[Violation]:
     """All parameters are placed, and a stage's line is what its tensors take."""
     held: dict[str, float] = {block.name: 0.0 for block in plan.model.blocks}
-    stage_of = {name: s.index for s in plan.stages for name in s.blocks}
+    stage_of = {name: k for k, s in enumerate(plan.stages) for name in s.blocks}
     bytes_per_stage = [0.0] * len(plan.stages)
     elements = 0
     for name, record in plan.placements.items():
