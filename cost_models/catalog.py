@@ -31,10 +31,8 @@ _FORMS = {
     **dict.fromkeys(("PCIE", "PCI"), "PCIE"),
     **{"NVL": "NVL", "OAM": "OAM", "GB": "GB"},
 }
-_NOISE = frozenset(
-    "NVIDIA TESLA GEFORCE RTX AMD INSTINCT QUADRO TENSOR CORE GPU".split()
-    + "HBM2 HBM2E HBM3 HBM3E".split()
-)
+_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "RTX", "QUADRO", "AMD", "INSTINCT"}
+_NOISE = {*_MAKERS, "TENSOR", "CORE", "GPU", "HBM2", "HBM2E", "HBM3", "HBM3E"}
 _MEMORY = re.compile(r"(\d{1,4})(?:GI?B|G)?", re.ASCII)
 
 

@@ -213,7 +213,7 @@ def _split(device: DeviceSpec, total: int, per_node: int | None = None) -> NodeG
             f"1x{total}x{device.name}"
         )
         what = f"{total} GPUs are not whole nodes of {size} {device.name}"
-        raise SpecError(what, total, fix)
+        raise SpecError(what, None, fix)
     return _group(device, total // size, size)
 
 
@@ -228,7 +228,7 @@ def _domains(device: DeviceSpec, total: int) -> NodeGroup:
     above = -(-total // 64) * 64
     fix = f"Use {above} GPUs (domains of 64), or say domains x GPUs: 2x36x{device.name}"
     what = f"{total} GPUs do not fill NVLink domains of up to {most} {device.name}"
-    raise SpecError(what, total, fix)
+    raise SpecError(what, None, fix)
 
 
 def _group(device: DeviceSpec, nodes: int, per_node: int) -> NodeGroup:

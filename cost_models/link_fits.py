@@ -32,8 +32,9 @@ class LinkFit:
     ll: Protocol  # low latency: flags inside 8-byte words
     ll128: Protocol  # flags inside 128-byte lines
     simple: Protocol  # memory fences around large chunks
-    exchange: Protocol  # all-to-all and point-to-point, small messages
-    exchange_simple: Protocol  # the same, large messages
+    exchange: Protocol  # all-to-all, small messages
+    exchange_simple: Protocol  # all-to-all, large messages
+    p2p: Protocol  # one sender, one receiver
     nvls: Protocol  # reduction inside the switch; efficiency of algbw
     copy_bytes_per_s: float  # a rank's own share, from input to output buffer
     simple_from_bytes: float  # bytes per rank from which ``simple`` is chosen
@@ -49,12 +50,12 @@ class NetFit:
     base_s: float  # once per collective
     hop_s: float  # per crossing, beside the network's own latency
     low_efficiency: float  # share of the port in the low-latency protocols
-    efficiency: float  # share of the port for large messages
-    ramp_bytes: float = 0.0  # bytes per port spent filling the pipeline
+    efficiency: float  # share of the port for large messages, both ways at once
+    p2p_efficiency: float  # the same, one way
     source: tuple[str, ...] = ()
 
 
-PROTOCOLS = ("ll", "ll128", "simple", "exchange", "exchange_simple", "nvls")
+PROTOCOLS = ("ll", "ll128", "simple", "exchange", "exchange_simple", "p2p", "nvls")
 
 
 def link_fit_from(record: Mapping[str, Any]) -> LinkFit:
