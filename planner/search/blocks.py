@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cost_models.stacks import StackProfile
-from passes.ir import Block, Op, OpGraph, Operand, OpKind, TensorKind
+from passes.ir import Block, Op, Operand, OpGraph, OpKind, TensorKind
 from planner.search import intra_op
 from planner.search.placements import (
     PARTIAL,
@@ -32,7 +32,7 @@ from planner.search.placements import (
     reshard,
     shard,
 )
-from planner.search.pricing import Pricer
+from planner.search.pricing import Pricer, expert_dims
 from planner.search.strategies import Strategy, op_strategies, share
 
 INFINITE = float("inf")
@@ -77,6 +77,16 @@ class Comm:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """A parameter as one rank of the axis holds it; ``expert``: ep divides it too."""
+
+    name: str
+    placement: Placement
+    numel: float
+    expert: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSolution:
     """A block's choice and its price per micro-batch on one rank (seconds, bytes)."""
 
@@ -98,7 +108,9 @@ class BlockSolution:
     output_bytes: float
     transient_bytes: float
     logits_bytes: float
-    parameters: tuple[tuple[str, Placement, float], ...]  # name, placement, local numel
+    parameters: tuple[LocalParameter, ...]
+    expert_tokens_bytes: float  # a rank's rows entering the experts, per forward
+    attention_kv_bytes: float  # keys and values of one rank, all attentions
     sync_bytes: float  # gradients summed over the axis once per step
     status: str
     seconds: float  # objective of the block problem
@@ -220,7 +232,9 @@ class BlockProblem:
         seconds_per_byte: float = 1e-15,
         sequence_parallel: bool = True,
         fixed: dict[str, Placement] | None = None,
+        ep: int = 1,
     ) -> None:
+        self.ep = ep
         self.facts, self.graph, self.block = facts, facts.graph, block
         self.pricer, self.comm, self.size, self.state = pricer, comm, size, state
         self.rate, self.sequence_parallel = seconds_per_byte, sequence_parallel
@@ -265,7 +279,7 @@ class BlockProblem:
     # ---- nodes -----------------------------------------------------------------
 
     def _op_cost(self, index: int, strategy: Strategy) -> float:
-        price = self.pricer.price(index, strategy.dim, self.size)
+        price = self.pricer.price(index, strategy.dim, self.size, self.ep)
         op = self.graph.ops[index]
         total = price.forward_s + price.backward_s
         total += self._sync_s(op, strategy)
@@ -409,9 +423,8 @@ class BlockProblem:
                 if self._leaves(name) and name not in shared:
                     self._add_exit(name, i, node_of_op)
         self._tie_parameters(node_of_op)
-        return intra_op.Problem(
-            costs=tuple(self.costs),
-            edges=tuple((i, j, m) for (i, j), m in self.edges.items()),
+        return intra_op.Problem.make(
+            self.costs, edges=[(i, j, m) for (i, j), m in self.edges.items()]
         )
 
     def _edge(self, a: int, b: int, matrix: np.ndarray) -> None:
@@ -581,7 +594,7 @@ class BlockProblem:
             return None
         problem = self.build()
         solution = intra_op.solve(problem, deterministic=True)
-        if solution.status == "infeasible":
+        if solution.choice is None:
             return None
         chosen = {
             node.index: self.strategies[node.index][c]
@@ -609,11 +622,12 @@ class BlockProblem:
         fkernels = bkernels = 0
         saved = selective = transient = logits = 0.0
         sync = 0.0
-        weights: dict[str, tuple[Placement, float]] = {}
+        weights: dict[str, LocalParameter] = {}
+        rows = keys = 0.0
         has_loss = any(graph.ops[i].kind is OpKind.LOSS for i in self.indices)
         for i in self.indices:
             op, strategy = graph.ops[i], chosen[i]
-            price = self.pricer.price(i, strategy.dim, size)
+            price = self.pricer.price(i, strategy.dim, size, self.ep)
             forward += price.forward_s
             backward += price.backward_s
             fkernels += price.forward_kernels
@@ -646,11 +660,24 @@ class BlockProblem:
             ):
                 tensor = graph.tensor(operand.tensor)
                 if tensor.kind is TensorKind.PARAMETER:
-                    weights[operand.tensor] = (
+                    expert = expert_dims(graph, op) is not None
+                    local = tensor.numel * share(operand, strategy, op, size)
+                    weights[operand.tensor] = LocalParameter(
+                        operand.tensor,
                         placement,
-                        tensor.numel * share(operand, strategy, op, size),
+                        local / (self.ep if expert else 1),
+                        expert,
                     )
             sync += self._sync_bytes(op, strategy)
+            first = op.space.inputs[0] if op.space.inputs else None
+            if first is not None and expert_dims(graph, op) is not None:
+                entering = graph.tensor(first.tensor).nbytes
+                rows = max(rows, entering * share(first, strategy, op, size))
+            if op.kind is OpKind.ATTENTION:
+                keys += sum(
+                    graph.tensor(o.tensor).nbytes * share(o, strategy, op, size)
+                    for o in op.space.inputs[1:3]
+                )
         comms = self.collectives(chosen, shared)
         return BlockSolution(
             strategies=tuple(chosen[i] for i in self.indices),
@@ -671,7 +698,9 @@ class BlockProblem:
             output_bytes=self._boundary_bytes(entering=False),
             transient_bytes=transient,
             logits_bytes=logits,
-            parameters=tuple((n, p, k) for n, (p, k) in sorted(weights.items())),
+            parameters=tuple(weights[n] for n in sorted(weights)),
+            expert_tokens_bytes=rows,
+            attention_kv_bytes=keys,
             sync_bytes=sync,
             status=status,
             seconds=objective,

@@ -109,7 +109,7 @@ class Pricer:
         self.precision, self.training = precision, training
         self.fused = stack.fused_pointwise
         self.traffic = traffic_map(graph, self.fused)
-        self._cache: dict[tuple[int, str, float], OpPrice] = {}
+        self._cache: dict[tuple[int, str, int, int], OpPrice] = {}
         self._first_of_group = self._group_heads()
 
     def _group_heads(self) -> frozenset[int]:
@@ -136,14 +136,25 @@ class Pricer:
             return "fp8"
         return base
 
-    def price(self, index: int, divided: str = "", size: int = 1) -> OpPrice:
-        """Price op ``index`` with loop dim ``divided`` over ``size`` ranks."""
-        key = (index, divided, size if divided else 1)
+    def price(
+        self, index: int, divided: str = "", size: int = 1, ep: int = 1
+    ) -> OpPrice:
+        """Price op ``index`` with loop dim ``divided`` over ``size`` ranks.
+
+        ``ep`` ranks share the experts: each has 1/ep of them and ep times their rows.
+        """
+        key = (index, divided, size if divided else 1, ep)
         found = self._cache.get(key)
         if found is None:
-            local = {d.name: d.size for d in self.graph.ops[index].space.dims}
+            op = self.graph.ops[index]
+            local = {d.name: d.size for d in op.space.dims}
             if divided and divided != "+":
                 local[divided] = ceil(local[divided] / size)
+            if ep > 1:
+                experts = expert_dims(self.graph, op)
+                if experts is not None:
+                    local[experts[0]] = ceil(local[experts[0]] / ep)
+                    local[experts[1]] *= ep
             found = self._cache[key] = self.price_local(index, local)
         return found
 
@@ -373,6 +384,21 @@ def gemm_shape(op: Op, local: dict[str, int]) -> tuple[int, int, int, int]:
         elif in_a and in_b:
             k *= size
     return batch, m, n, k
+
+
+def expert_dims(graph: OpGraph, op: Op) -> tuple[str, str] | None:
+    """(expert dim, dim of an expert's rows) of a product with one weight per expert."""
+    if op.kind not in (OpKind.GEMM, OpKind.GROUPED_GEMM) or len(op.space.inputs) < 2:
+        return None
+    weight = graph.tensor(op.inputs[1])
+    if weight.kind is not TensorKind.PARAMETER or len(weight.shape) != 3:
+        return None
+    rows = {d for axis in op.space.inputs[0].axes for d in axis.dims}
+    columns = {d for axis in op.space.inputs[1].axes for d in axis.dims}
+    out = {d for axis in op.space.outputs[0].axes for d in axis.dims}
+    experts = [d.name for d in op.space.dims if d.name in rows & columns & out]
+    own = [d.name for d in op.space.dims if d.name in (rows & out) - columns]
+    return (experts[0], own[-1]) if experts and own else None
 
 
 def attention_shape(op: Op, local: dict[str, int]) -> tuple[int, ...]:

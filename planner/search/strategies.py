@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.ir import DimKind, IterationSpace, Op, OpKind, Operand
+from passes.ir import DimKind, IterationSpace, Op, Operand, OpKind
 from planner.search.placements import PARTIAL, REPLICATED, Placement, shard
 
 

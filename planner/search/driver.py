@@ -1,0 +1,433 @@
+"""The search: enumerate shapes, bound them, solve the promising ones exactly.
+
+Every legal shape (mesh, micro-batch, schedule, ZeRO level, boundary state) gets a lower
+bound from its block solutions: ideal pipeline of perfectly split blocks without
+recompute, plus the gradient and optimizer time that no split can avoid. Shapes are
+solved by CP-SAT in order of their bound until the next bound is no better than the best
+plan found; what is left is pruned by that. The smallest bound still open is the bound
+of the whole search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from cost_models.memory import RECIPES
+from passes.ir import OpKind
+from planner.errors import InfeasibleError, PlannerError
+from planner.search.job import RATES, STATES, Configuration, Job, Priced, tensor_limit
+from planner.search.mesh import Mesh, divisors, meshes
+from planner.search.rank_memory import parameter_groups
+from planner.search.stages import MODES, ideal_seconds, solve_stages
+
+Progress = Callable[[str], None]
+
+#: Largest micro-batch that is considered; larger ones only lengthen the pipeline.
+MAX_MICRO_BATCH = 64
+#: Sequence length from which context parallelism is considered.
+CONTEXT_TOKENS = 16384
+#: Solve a shape again with tighter memory at most this often.
+REPAIRS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user allows. ``pins``: Parallelism fields; ``solved``: most shapes that
+    CP-SAT solves."""
+
+    pins: Mapping[str, object] = field(default_factory=dict[str, object])
+    solved: int = 400
+    deterministic_s: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A shape with its lower bound and the least memory that a rank can take."""
+
+    configuration: Configuration
+    bound_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best plan with what the search did."""
+
+    best: Priced
+    bound_s: float
+    enumerated: int
+    pruned: int
+    solved: int
+    cut_off: int
+    infeasible: int
+    alternatives: tuple[Priced, ...]
+    constraints: tuple[str, ...]
+
+
+class Search:
+    """Finds the fastest configuration of a job for a global batch."""
+
+    def __init__(
+        self,
+        job: Job,
+        global_batch: int,
+        limits: Limits | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.job, self.global_batch = job, global_batch
+        self.limits = limits or Limits()
+        self.progress = progress
+        self.constraints: list[str] = []
+        self._illegal: dict[int, str] = {}
+        self._solved: dict[Configuration, Priced | None] = {}
+        self._bounds: dict[Configuration, float] = {}
+
+    # ---- shapes ----------------------------------------------------------------
+
+    def _pin(self, name: str, default: int | None = None) -> int | None:
+        value = self.limits.pins.get(name, default)
+        return value if value is None else int(value)  # type: ignore[call-overload]
+
+    def configurations(self) -> Iterator[Configuration]:
+        """Every legal shape, in a fixed order."""
+        job, gpus = self.job, self.job.cluster.num_gpus
+        blocks = len(job.graph.blocks)
+        cps = self._context_degrees(gpus)
+        pins: dict[str, int] = {}
+        for name in ("tp", "pp"):
+            value = self._pin(name)
+            if value is not None:
+                pins[name] = value
+        for cp in cps:
+            if gpus % cp:
+                continue
+            for pp, tp, dp in meshes(
+                gpus // cp,
+                max_pp=blocks,
+                max_tp=gpus,
+                max_dp=self.global_batch,
+                pins=pins,
+            ):
+                if self.global_batch % dp or not self._tensor_legal(tp):
+                    continue
+                for mesh in self._data_meshes(pp, tp, dp, cp):
+                    yield from self._of_mesh(mesh)
+
+    def _context_degrees(self, gpus: int) -> list[int]:
+        pinned = self._pin("cp")
+        if pinned is not None:
+            return [pinned]
+        seq = self.job.graph.seq_len
+        if seq < CONTEXT_TOKENS or self.job.graph_at_cp is None:
+            return [1]
+        return [d for d in divisors(gpus) if seq % (2 * d) == 0 and d <= 16]
+
+    def _tensor_legal(self, tp: int) -> bool:
+        if tp not in self._illegal:
+            self._illegal[tp] = tensor_limit(self.job.graph, tp) or ""
+        return not self._illegal[tp]
+
+    def _data_meshes(self, pp: int, tp: int, dp: int, cp: int) -> Iterator[Mesh]:
+        """Splits of the data axis into replicas and shards, and expert degrees."""
+        inside = max(1, self.job.cluster.gpus_per_node // (tp * cp))
+        shards = {1, dp}
+        if 1 < inside < dp and dp % inside == 0:
+            shards.add(inside)
+        pinned = self._pin("dp_shard")
+        if pinned is not None:
+            shards = {pinned} if dp % pinned == 0 else set()
+        replicate = self._pin("dp_replicate")
+        for n in sorted(shards):
+            if replicate is not None and dp // n != replicate:
+                continue
+            for ep in self._expert_degrees(n * cp):
+                yield Mesh(pp, dp // n, n, cp, tp, ep)
+
+    def _expert_degrees(self, ranks: int) -> list[int]:
+        experts = [
+            op.space.dims[0].size
+            for op in self.job.graph.ops
+            if op.kind is OpKind.GROUPED_GEMM
+        ]
+        pinned = self._pin("ep")
+        if pinned is not None:
+            return [pinned] if ranks % pinned == 0 else []
+        if not experts:
+            return [1]
+        count = int(self._expert_count())
+        return [d for d in divisors(ranks) if count % d == 0]
+
+    def _expert_count(self) -> int:
+        for op in self.job.graph.ops:
+            if op.kind is OpKind.GROUPED_GEMM:
+                return int(op.attr("groups"))
+        return 1
+
+    def _of_mesh(self, mesh: Mesh) -> Iterator[Configuration]:
+        per_replica = self.global_batch // mesh.dp
+        for micro in divisors(per_replica):
+            if micro > MAX_MICRO_BATCH:
+                break
+            if self._pin("micro_batch_size") not in (None, micro):
+                continue
+            count = per_replica // micro
+            for zero in self._zero_levels(mesh):
+                for schedule, virtual in self._schedules(mesh, count):
+                    for state in self._states(mesh):
+                        for rate in RATES if mesh.tp > 1 else RATES[:1]:
+                            yield Configuration(
+                                mesh,
+                                micro,
+                                count,
+                                zero,
+                                virtual,
+                                schedule,
+                                state,
+                                rate,
+                                sequence_parallel=state == "sequence",
+                            )
+
+    def _zero_levels(self, mesh: Mesh) -> list[int]:
+        levels = [0] if mesh.dp_shard * mesh.cp == 1 else [1, 2, 3]
+        if not self.job.training:
+            levels = [0]
+        pinned = self._pin("zero")
+        return levels if pinned is None else [z for z in levels if z == pinned]
+
+    def _schedules(self, mesh: Mesh, count: int) -> list[tuple[str, int]]:
+        if mesh.pp == 1:
+            return [("1f1b", 1)] if self._pin("vpp") in (None, 1) else []
+        options: list[tuple[str, int]] = [("1f1b", 1)]
+        longest = max(n for _, n in self.job.chain)
+        if count % mesh.pp == 0:
+            options += [
+                ("interleaved", v)
+                for v in range(2, longest // mesh.pp + 1)
+                if longest % (mesh.pp * v) == 0
+            ]
+        pinned, schedule = self._pin("vpp"), self.limits.pins.get("schedule")
+        return [
+            (s, v)
+            for s, v in options
+            if pinned in (None, v) and schedule in (None, s)
+        ]
+
+    def _states(self, mesh: Mesh) -> list[str]:
+        if mesh.tp == 1:
+            return ["replicated"]
+        wanted = self.limits.pins.get("sequence_parallel")
+        return [
+            s for s in STATES if wanted is None or (s == "sequence") == bool(wanted)
+        ]
+
+    # ---- bounds ----------------------------------------------------------------
+
+    def bound(self, c: Configuration) -> float:
+        """Seconds that no layout of this shape can beat; inf if it has none."""
+        job = self.job
+        problem = self._relaxed(c)
+        if problem is None:
+            return inf
+        total, longest, work = problem
+        longest = max(longest, total / c.mesh.pp)
+        v = c.virtual
+        pipeline = (c.micro_batches - 1 / v) * longest + total / v
+        if not job.training:
+            return pipeline
+        elements = work / c.mesh.pp
+        exposed = job.gradient_seconds(c, elements, longest, longest)
+        shard = c.mesh.dp_shard * c.mesh.cp if c.zero else 1
+        return pipeline + exposed + job.optimizer_seconds(elements / shard)
+
+    def _relaxed(self, c: Configuration) -> tuple[float, float, float] | None:
+        """(seconds of all blocks, of the longest block, trainable elements)."""
+        times = self.job.times(c)
+        solutions = self.job.solutions(c)
+        if times is None or solutions is None:
+            return None
+        counts = [n for _, n in self.job.chain]
+        each = [t.seconds(0) for t in times]
+        setup = self.job.memory_setup(c)
+        groups = parameter_groups(setup, list(zip(solutions, counts, strict=True)))
+        elements = sum(g.elements for g in groups if g.trainable)
+        total = sum(t * n for t, n in zip(each, counts, strict=True))
+        return total, max(each), elements
+
+    def _hopeless(self, c: Configuration) -> bool:
+        """Whether the states of an average rank alone exceed the memory limit."""
+        solutions = self.job.solutions(c)
+        if solutions is None:
+            return True
+        counts = [n for _, n in self.job.chain]
+        setup = self.job.memory_setup(c)
+        groups = parameter_groups(setup, list(zip(solutions, counts, strict=True)))
+        recipe = RECIPES[setup.recipe]
+        least = 0.0
+        for g in groups:
+            shard = g.shard if c.zero >= 3 else 1
+            width = recipe.parameter if g.trainable else g.storage_bytes
+            least += g.elements / shard * width
+        return least / c.mesh.pp > self.job.limit_bytes
+
+    # ---- solving ---------------------------------------------------------------
+
+    def solve(self, c: Configuration) -> Priced | None:
+        """The best layout of a shape that fits; None if none does."""
+        if c not in self._solved:
+            self._solved[c], self._bounds[c] = self._solve(c)
+        return self._solved[c]
+
+    def _modes(self) -> tuple[str, ...]:
+        if not self.job.training:
+            return ("none",)
+        pinned = self.limits.pins.get("recompute")
+        return MODES if pinned is None else (str(pinned),)
+
+    def _solve(self, c: Configuration) -> tuple[Priced | None, float]:
+        reserve = 0.0
+        best: Priced | None = None
+        bound = inf
+        for _ in range(REPAIRS):
+            problem = self.job.stage_problem(c, self._modes(), reserve_bytes=reserve)
+            if problem is None:
+                return None, inf
+            found = solve_stages(problem, self.limits.deterministic_s)
+            if not found.counts:
+                break
+            priced = self.job.price(c, found.counts)
+            if reserve == 0.0:
+                bound = found.bound_s + (priced.terms.after_pipeline_s if False else 0)
+            if priced.fits:
+                best = priced
+                break
+            reserve += max(lines.over_bytes for lines in priced.memory) * 1.001
+            _ = ideal_seconds
+        return best, bound
+
+    def run(self) -> Outcome:
+        """Best-first search over all shapes; raises InfeasibleError."""
+        shapes = [Bounded(c, self.bound(c)) for c in self.configurations()]
+        if not shapes:
+            raise self._nothing_legal()
+        enumerated = len(shapes)
+        open_shapes = [
+            s for s in shapes if s.bound_s < inf and not self._hopeless(s.configuration)
+        ]
+        infeasible = enumerated - len(open_shapes)
+        open_shapes.sort(key=lambda s: s.bound_s)  # stable: ties keep their order
+        best: Priced | None = None
+        solved = 0
+        position = 0
+        others: dict[tuple[int, int, int, int], Priced] = {}
+        for position, shape in enumerate(open_shapes):
+            if best is not None and shape.bound_s >= best.terms.total_s * (1 - 1e-9):
+                break
+            if solved >= self.limits.solved:
+                break
+            priced = self.solve(shape.configuration)
+            solved += 1
+            self._report(solved, best, shape)
+            if priced is None:
+                infeasible += 1
+                solved -= 1
+                continue
+            mesh = priced.configuration.mesh
+            key = (mesh.tp, mesh.pp, mesh.cp, priced.configuration.zero)
+            if key not in others or priced.terms.total_s < others[key].terms.total_s:
+                others[key] = priced
+            if best is None or priced.terms.total_s < best.terms.total_s * (1 - 1e-12):
+                best = priced
+        else:
+            position = len(open_shapes)
+        if best is None:
+            raise self._does_not_fit()
+        left = open_shapes[position:]
+        pruned = sum(s.bound_s >= best.terms.total_s * (1 - 1e-9) for s in left)
+        cut_off = len(left) - pruned
+        bound = min([best.terms.total_s] + [s.bound_s for s in left])
+        ranked = sorted(
+            (p for p in others.values() if p is not best),
+            key=lambda p: p.terms.total_s,
+        )
+        return Outcome(
+            best,
+            bound,
+            enumerated,
+            pruned,
+            solved,
+            cut_off,
+            infeasible,
+            tuple(ranked[:8]),
+            tuple(self.constraints),
+        )
+
+    def _report(self, solved: int, best: Priced | None, shape: Bounded) -> None:
+        if self.progress is None:
+            return
+        shown = "none yet" if best is None else f"{best.terms.total_s:.3f} s"
+        self.progress(
+            f"solved {solved} shapes, best {shown}, next bound {shape.bound_s:.3f} s"
+        )
+
+    # ---- failures --------------------------------------------------------------
+
+    def _nothing_legal(self) -> PlannerError:
+        reasons = sorted({r for r in self._illegal.values() if r})
+        pins = ", ".join(f"{k}={v}" for k, v in self.limits.pins.items())
+        if reasons and "tp" in self.limits.pins:
+            return InfeasibleError(
+                "no plan is legal with the pins",
+                pins,
+                f"{reasons[0]}: unpin tp or pin a divisor of the heads",
+            )
+        return InfeasibleError(
+            "no shape is legal",
+            pins or f"{self.job.cluster.num_gpus} GPUs, batch {self.global_batch}",
+            "; ".join(reasons) or "change the global batch or the number of GPUs",
+        )
+
+    def _does_not_fit(self) -> InfeasibleError:
+        """By how many bytes the thriftiest shape misses, where, and what would fit."""
+        thriftiest = self._thriftiest()
+        if thriftiest is None:
+            return InfeasibleError("no shape fits", None, "use more GPUs")
+        worst = max(
+            range(len(thriftiest.memory)),
+            key=lambda k: thriftiest.memory[k].over_bytes,
+        )
+        lines = thriftiest.memory[worst]
+        needed = self._gpus_that_fit(lines.total_bytes, lines.limit_bytes)
+        return InfeasibleError(
+            "the model does not fit the cluster",
+            f"{lines.over_bytes:.0f} bytes ({lines.over_bytes / 2**30:.1f} GiB) "
+            f"missing on stage {worst} of the thriftiest shape",
+            f"use at least {needed} of these GPUs, or GPUs with "
+            f"{lines.total_bytes / 2**30:.0f} GiB",
+        )
+
+    def _thriftiest(self) -> Priced | None:
+        best: tuple[float, Priced] | None = None
+        for c in self.configurations():
+            if c.virtual > 1 or c.rate != RATES[-1] and c.mesh.tp > 1:
+                continue
+            if c.micro_batch > 1 or self.job.solutions(c) is None:
+                continue
+            mode = 2 if "full" in self._modes() else 0
+            priced = self.job.price(c, self.job.even_layout(c, mode))
+            over = max(lines.over_bytes for lines in priced.memory)
+            if best is None or over < best[0]:
+                best = (over, priced)
+        return best[1] if best else None
+
+    def _gpus_that_fit(self, total: float, limit: float) -> int:
+        gpus = self.job.cluster.num_gpus
+        node = self.job.cluster.gpus_per_node
+        grow = max(2, -(-int(total) // max(1, int(limit))))
+        wanted = gpus * grow
+        return wanted if wanted < node else -(-wanted // node) * node
+
+
+def without_layout(c: Configuration) -> Configuration:
+    """The shape with the plain schedule, for naming recipes."""
+    return replace(c, virtual=1, schedule="1f1b")

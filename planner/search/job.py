@@ -1,0 +1,513 @@
+"""One planning job: a graph, a cluster and a workload, with everything priced once.
+
+A :class:`Job` answers "what do blocks cost under this mesh" and prices whole
+configurations; the search chooses among them, ``predict`` asks about one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.hardware import ClusterSpec
+from cost_models.memory import OPTIMIZER_STATE_BYTES, RECIPES, MemoryLines
+from cost_models.overlap import data_parallel
+from cost_models.pipeline import in_flight
+from cost_models.roofline import pointwise_time
+from cost_models.stacks import StackProfile
+from passes.ir import Block, OpGraph, OpKind
+from passes.lower import with_batch
+from planner.errors import PlannerError
+from planner.search.blocks import (
+    BlockProblem,
+    BlockSolution,
+    BoundaryState,
+    GraphFacts,
+)
+from planner.search.mesh import Mesh, MeshComm
+from planner.search.placements import REPLICATED, Placement, shard
+from planner.search.pricing import Pricer
+from planner.search.rank_memory import (
+    MemorySetup,
+    activation_bytes,
+    constant_bytes,
+    parameter_groups,
+    rank_memory,
+    static_bytes,
+)
+from planner.search.stages import Counts, Run, StageProblem
+from planner.search.step import BlockTimes, Sharding, StepTerms, assemble, block_times
+
+STATES = ("replicated", "sequence", "batch", "feature")
+#: Seconds that a saved byte is worth when a block is solved: a tie-break, and a price
+#: at which 1 GB is worth a millisecond (more memory-thrifty Pareto points).
+RATES = (1e-15, 1e-12)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A shape of the search: everything but the stage layout."""
+
+    mesh: Mesh
+    micro_batch: int
+    micro_batches: int
+    zero: int = 0
+    virtual: int = 1
+    schedule: str = "1f1b"
+    state: str = "replicated"
+    rate: float = RATES[0]
+    sequence_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A configuration with a layout: its step, memory per rank and block solutions."""
+
+    configuration: Configuration
+    layout: tuple[Counts, ...]
+    terms: StepTerms
+    memory: tuple[MemoryLines, ...]
+    solutions: tuple[BlockSolution, ...]  # one per run
+
+    @property
+    def fits(self) -> bool:
+        return all(lines.over_bytes <= 0 for lines in self.memory)
+
+
+GraphSource = Callable[[int], OpGraph]
+
+
+class Job:
+    """Prices configurations of one model on one cluster.
+
+    ``graph``: of one sequence chunk; ``graph_at_cp(cp)`` gives the graph whose samples
+    hold 1/cp of the tokens while attention still sees all keys.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        cluster: ClusterSpec,
+        stack: StackProfile,
+        *,
+        precision: str,
+        optimizer: str = "adamw",
+        training: bool = True,
+        recipe: str | None = None,
+        memory_limit_bytes: float | None = None,
+        graph_at_cp: GraphSource | None = None,
+    ) -> None:
+        self.graph, self.cluster, self.stack = graph, cluster, stack
+        self.device = cluster.device
+        self.precision, self.optimizer, self.training = precision, optimizer, training
+        self.recipe = recipe or _recipe(precision)
+        limit = min(g.device.memory_bytes for g in cluster.groups)
+        self.limit_bytes = min(limit, memory_limit_bytes or limit)
+        self.graph_at_cp = graph_at_cp
+        self.chain = block_chain(graph)
+        self._graphs: dict[tuple[int, int], OpGraph] = {}
+        self._facts: dict[tuple[int, int], GraphFacts] = {}
+        self._pricers: dict[tuple[int, int], Pricer] = {}
+        self._solved: dict[tuple[object, ...], tuple[BlockSolution, ...] | None] = {}
+        self._comms: dict[Mesh, MeshComm] = {}
+        self.tied = cross_block_ties(graph)
+
+    # ---- blocks ----------------------------------------------------------------
+
+    def graph_for(self, micro_batch: int, cp: int = 1) -> OpGraph:
+        """The graph of one micro-batch of one context-parallel rank."""
+        key = (micro_batch, cp)
+        if key not in self._graphs:
+            if cp == 1:
+                base = self.graph
+            else:
+                if self.graph_at_cp is None:
+                    raise PlannerError(
+                        "the model has no sequence to divide over cp", f"cp={cp}"
+                    )
+                base = self.graph_at_cp(cp)
+            self._graphs[key] = with_batch(base, micro_batch)
+        return self._graphs[key]
+
+    def _pricer(self, micro_batch: int, cp: int) -> Pricer:
+        key = (micro_batch, cp)
+        if key not in self._pricers:
+            graph = self.graph_for(micro_batch, cp)
+            self._facts[key] = GraphFacts.of(graph)
+            self._pricers[key] = Pricer(
+                graph, self.device, self.stack, self.precision, self.training
+            )
+        return self._pricers[key]
+
+    def comm(self, mesh: Mesh) -> MeshComm:
+        if mesh not in self._comms:
+            self._comms[mesh] = MeshComm(self.cluster, mesh)
+        return self._comms[mesh]
+
+    def solutions(self, c: Configuration) -> tuple[BlockSolution, ...] | None:
+        """One solution per run of the chain; None where the state is not legal."""
+        mesh = c.mesh
+        key = (
+            mesh.tp,
+            mesh.ep,
+            mesh.cp,
+            c.micro_batch,
+            c.state,
+            c.rate,
+            c.sequence_parallel,
+        )
+        if key not in self._solved:
+            self._solved[key] = self._solve(c)
+        return self._solved[key]
+
+    def _solve(self, c: Configuration) -> tuple[BlockSolution, ...] | None:
+        options: list[dict[str, Placement]] = [{}]
+        if self.tied and c.mesh.tp > 1:
+            options = [
+                dict.fromkeys(self.tied, placement)
+                for placement in (shard(0), REPLICATED, shard(1))
+            ]
+        best: tuple[float, tuple[BlockSolution, ...]] | None = None
+        for fixed in options:
+            found = self._solve_fixed(c, fixed)
+            if found is None:
+                continue
+            total = sum(
+                s.seconds * count
+                for s, (_, count) in zip(found, self.chain, strict=True)
+            )
+            if best is None or total < best[0] * (1 - 1e-12):
+                best = (total, found)
+        return best[1] if best else None
+
+    def _solve_fixed(
+        self, c: Configuration, fixed: dict[str, Placement]
+    ) -> tuple[BlockSolution, ...] | None:
+        pricer = self._pricer(c.micro_batch, c.mesh.cp)
+        facts = self._facts[(c.micro_batch, c.mesh.cp)]
+        state = BoundaryState(c.state)
+        if c.mesh.tp > 1 and not state_is_legal(facts, state, c.mesh.tp):
+            return None
+        tp_comm = self.comm(Mesh(tp=c.mesh.tp))
+
+        def price(kind: str, nbytes: float) -> float:
+            return tp_comm.seconds("tp", kind, nbytes)
+
+        by_kind: dict[int, BlockSolution] = {}
+        for block, _ in self.chain:
+            if block.kind in by_kind:
+                continue
+            problem = BlockProblem(
+                facts,
+                block,
+                pricer,
+                price,
+                c.mesh.tp,
+                state,
+                seconds_per_byte=c.rate,
+                sequence_parallel=c.sequence_parallel,
+                fixed=fixed,
+                ep=c.mesh.ep,
+            )
+            solution = problem.solve(self.stack)
+            if solution is None:
+                return None
+            by_kind[block.kind] = solution
+        return tuple(by_kind[block.kind] for block, _ in self.chain)
+
+    # ---- whole steps -----------------------------------------------------------
+
+    def sharding(self, c: Configuration) -> Sharding:
+        recipe = RECIPES[self.recipe]
+        gradient = recipe.flowing_gradient or recipe.gradient
+        if c.zero < 3 and recipe.flowing_gradient:
+            gradient = recipe.gradient
+        return Sharding(c.zero, gradient, recipe.gathered, self.training)
+
+    def launch_s(self) -> float:
+        return self.stack.launch_s
+
+    def times(self, c: Configuration) -> tuple[BlockTimes, ...] | None:
+        found = self.solutions(c)
+        if found is None:
+            return None
+        comm, sharding = self.comm(c.mesh), self.sharding(c)
+        return tuple(
+            block_times(s, comm, self.stack, sharding, launch_s=self.launch_s())
+            for s in found
+        )
+
+    def memory_setup(self, c: Configuration) -> MemorySetup:
+        return MemorySetup(
+            graph=self.graph,
+            device=self.device,
+            mesh=c.mesh,
+            zero=c.zero,
+            recipe=self.recipe,
+            optimizer=self.optimizer,
+            limit_bytes=self.limit_bytes,
+            fragmentation=self.stack.fragmentation,
+            micro_batches=c.micro_batches,
+            training=self.training,
+        )
+
+    def in_flight(self, c: Configuration) -> tuple[float, ...]:
+        if not self.training:
+            return (1.0,) * c.mesh.pp
+        return tuple(
+            float(in_flight(c.schedule, k, c.mesh.pp, c.micro_batches, c.virtual))
+            for k in range(c.mesh.pp)
+        )
+
+    def stage_problem(
+        self,
+        c: Configuration,
+        modes: tuple[str, ...],
+        fixed_counts: tuple[int, ...] | None = None,
+        reserve_bytes: float = 0.0,
+    ) -> StageProblem | None:
+        """The stage problem of a configuration; None where blocks have no solution."""
+        solutions, times = self.solutions(c), self.times(c)
+        if solutions is None or times is None:
+            return None
+        setup = self.memory_setup(c)
+        runs = tuple(
+            Run(
+                block.kind,
+                count,
+                (t.seconds(0), t.seconds(1), t.seconds(2)),
+                activation_bytes(setup, s),
+                static_bytes(setup, s),
+            )
+            for (block, count), t, s in zip(self.chain, times, solutions, strict=True)
+        )
+        flight = self.in_flight(c)
+        mode = 2 if modes == ("full",) else 0
+        constants: list[float] = []
+        for k, counts in enumerate(self.even_layout(c, mode)):
+            constants.append(
+                constant_bytes(setup, solutions, counts, flight[k]) + reserve_bytes
+            )
+        return StageProblem(
+            runs,
+            c.mesh.pp,
+            c.micro_batches,
+            c.virtual,
+            flight,
+            tuple(constants),
+            self.limit_bytes,
+            modes,
+            fixed_counts,
+        )
+
+    def even_layout(self, c: Configuration, mode: int = 0) -> tuple[Counts, ...]:
+        """Blocks cut as evenly as possible, all in one recompute mode."""
+        total = sum(count for _, count in self.chain)
+        base, extra = divmod(total, c.mesh.pp)
+        sizes = [base + (k < extra) for k in range(c.mesh.pp)]
+        return self.layout_of(sizes, [mode] * c.mesh.pp)
+
+    def layout_of(
+        self, sizes: Sequence[int], modes: Sequence[int]
+    ) -> tuple[Counts, ...]:
+        """Counts for the given number of blocks on each rank."""
+        result: list[Counts] = []
+        start = 0
+        for size, mode in zip(sizes, modes, strict=True):
+            rows: list[tuple[int, int, int]] = []
+            position = 0
+            for _, count in self.chain:
+                low, high = max(start, position), min(start + size, position + count)
+                n = max(0, high - low)
+                rows.append(
+                    (
+                        n if mode == 0 else 0,
+                        n if mode == 1 else 0,
+                        n if mode == 2 else 0,
+                    )
+                )
+                position += count
+            result.append(tuple(rows))
+            start += size
+        return tuple(result)
+
+    def price(self, c: Configuration, layout: Sequence[Counts]) -> Priced:
+        """The whole step and the memory of every rank."""
+        solutions, times = self.solutions(c), self.times(c)
+        if solutions is None or times is None:
+            raise PlannerError("the blocks have no legal placement", c)
+        setup = self.memory_setup(c)
+        flight = self.in_flight(c)
+        memory = tuple(
+            rank_memory(setup, solutions, counts, flight[k])
+            for k, counts in enumerate(layout)
+        )
+        sends = [
+            s.output_bytes
+            for s, (block, _) in zip(solutions, self.chain, strict=True)
+            if block.stop < len(self.graph.ops)
+        ]
+        send_s = self.comm(c.mesh).p2p(max(sends, default=0.0))
+        gradients: list[float] = []
+        updates: list[float] = []
+        for counts in layout:
+            g, u = self._after(c, solutions, times, counts, setup)
+            gradients.append(g)
+            updates.append(u)
+        terms = assemble(
+            layout,
+            times,
+            schedule=c.schedule,
+            micro_batches=c.micro_batches,
+            virtual=c.virtual,
+            send_s=send_s,
+            gradient_s=gradients,
+            optimizer_s=updates,
+        )
+        return Priced(c, tuple(layout), terms, memory, solutions)
+
+    def _after(
+        self,
+        c: Configuration,
+        solutions: Sequence[BlockSolution],
+        times: Sequence[BlockTimes],
+        counts: Counts,
+        setup: MemorySetup,
+    ) -> tuple[float, float]:
+        """(exposed gradient communication, optimizer) of one rank."""
+        if not self.training:
+            return 0.0, 0.0
+        held = [(s, sum(r)) for s, r in zip(solutions, counts, strict=True) if sum(r)]
+        groups = parameter_groups(setup, held)
+        dense = sum(g.elements for g in groups if g.trainable)
+        backward = forward = 0.0
+        for t, row in zip(times, counts, strict=True):
+            forward += sum(row) * t.forward
+            backward += sum(row) * t.plain_backward
+        exposed = self.gradient_seconds(c, dense, forward, backward)
+        sync = sum(s.sync_bytes * n for s, n in held)
+        exposed += self.comm(c.mesh).seconds("tp", "all_reduce", sync)
+        if self.tied and c.mesh.pp > 1 and any(
+            p.name in self.tied for s, _ in held for p in s.parameters
+        ):
+            nbytes = max(
+                p.numel for s, _ in held for p in s.parameters if p.name in self.tied
+            )
+            exposed += 2 * self.comm(c.mesh).p2p(nbytes * self.sharding(c).gradient_bytes)
+        own = sum(
+            g.elements / (g.shard if c.zero else 1) for g in groups if g.trainable
+        )
+        return exposed, self.optimizer_seconds(own)
+
+    def gradient_seconds(
+        self, c: Configuration, elements: float, forward: float, backward: float
+    ) -> float:
+        """Exposed seconds of summing ``elements`` gradients over the data axes."""
+        mesh, comm, sharding = c.mesh, self.comm(c.mesh), self.sharding(c)
+        nbytes = elements * sharding.gradient_bytes
+        if c.zero == 0:
+            reduce_s, gather_s = comm.seconds("dp", "all_reduce", nbytes), 0.0
+        else:
+            reduce_s = comm.seconds("dp_shard", "reduce_scatter", nbytes)
+            gather_s = comm.seconds(
+                "dp_shard", "all_gather", elements * sharding.parameter_bytes
+            )
+            shard_bytes = nbytes / (mesh.dp_shard * mesh.cp)
+            across = comm.seconds("dp_replicate", "all_reduce", shard_bytes)
+            if c.zero >= 3:  # gathers and scatters are inside the blocks
+                reduce_s = gather_s = 0.0
+            reduce_s += across
+        return data_parallel(
+            reduce_s,
+            gather_s,
+            backward,
+            forward,
+            self.stack.dp_overlap,
+        ).exposed_s
+
+    def optimizer_seconds(self, elements: float) -> float:
+        """Reading and writing every state of ``elements`` parameters once."""
+        recipe = RECIPES[self.recipe]
+        states = OPTIMIZER_STATE_BYTES[self.optimizer] + recipe.master
+        read = elements * (states + recipe.gradient)
+        write = elements * (states + recipe.parameter)
+        if read + write == 0:
+            return 0.0
+        return pointwise_time(self.device, read, write, 12 * elements).time_s
+
+
+def _recipe(precision: str) -> str:
+    return {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(precision, "fp32")
+
+
+def block_chain(graph: OpGraph) -> tuple[tuple[Block, int], ...]:
+    """Runs of consecutive blocks of one kind: (first block, how many)."""
+    chain: list[tuple[Block, int]] = []
+    for block in graph.blocks:
+        if chain and chain[-1][0].kind == block.kind:
+            chain[-1] = (chain[-1][0], chain[-1][1] + 1)
+        else:
+            chain.append((block, 1))
+    return tuple(chain)
+
+
+def cross_block_ties(graph: OpGraph) -> tuple[str, ...]:
+    """Parameters that ops of more than one block read."""
+    where: dict[str, set[int]] = {}
+    for block in graph.blocks:
+        for op in graph.ops[block.start : block.stop]:
+            for name in op.inputs:
+                if graph.tensor(name).kind == "parameter":
+                    where.setdefault(name, set()).add(block.index)
+    return tuple(sorted(n for n, blocks in where.items() if len(blocks) > 1))
+
+
+def state_is_legal(facts: GraphFacts, state: BoundaryState, size: int) -> bool:
+    """Whether every activation that crosses a block boundary can have this state,
+    and at least one is divided by it (or it is plain replication)."""
+    graph = facts.graph
+    if state.name == "replicated":
+        return True
+    divided = False
+    for block in graph.blocks:
+        for op in graph.ops[block.start : block.stop]:
+            for name in op.outputs:
+                users = facts.consumers.get(name, ())
+                if all(block.start <= u < block.stop for u in users):
+                    continue
+                axis = facts.batch_axis.get(name, -1)
+                if not state.legal(graph, name, axis, size):
+                    return False
+                divided |= state.placement(graph, name, axis).kind == "S"
+    return divided
+
+
+def tensor_limit(graph: OpGraph, size: int) -> str | None:
+    """Why ``tp = size`` is not legal for the model's attention; None if it is."""
+    for op in graph.ops:
+        if op.kind is not OpKind.ATTENTION:
+            continue
+        heads, kv = int(op.attr("q_heads")), int(op.attr("kv_heads"))
+        if heads % size:
+            return f"{heads} heads not divisible by {size}"
+        if kv % size:
+            return f"{kv} key-value heads not divisible by {size}"
+    return None
+
+
+def scaled_context(graph: OpGraph, cp: int) -> OpGraph:
+    """Attention of a 1/cp sequence chunk sees the keys of all cp chunks."""
+    ops = list(graph.ops)
+    for i, op in enumerate(ops):
+        if op.kind is not OpKind.ATTENTION:
+            continue
+        attrs = tuple(
+            (k, int(v) * cp if k == "kv_len" else v) for k, v in op.attrs
+        )
+        ops[i] = replace(
+            op,
+            attrs=attrs,
+            forward_flops=op.forward_flops * cp,
+            backward_flops=op.backward_flops * cp,
+        )
+    return graph.with_ops(tuple(ops))
