@@ -272,6 +272,11 @@ def _imitate(leaf: Any, before: list[Any], now: list[Any]) -> Any:
 # --- checks on the graph --------------------------------------------------------------
 
 
+def _is_size(node: fx.Node) -> bool:
+    sizes = torch.SymInt | torch.SymFloat | torch.SymBool | int | float
+    return isinstance(node.meta.get("val"), sizes)
+
+
 def _owner(path: str, prefix: str) -> str | None:
     """The child of ``prefix`` that ``path`` lies in."""
     head = f"{prefix}." if prefix else ""
@@ -281,8 +286,11 @@ def _owner(path: str, prefix: str) -> str | None:
 
 
 def _child(node: fx.Node, run: LayerRun, members: Mapping[str, int]) -> int:
-    """Position in the run of the layer that ran ``node``, -1 outside the run."""
-    if node.op != "call_function":
+    """Position in the run of the layer that ran ``node``, -1 outside the run.
+
+    Sizes belong to no layer: they are computed once, wherever they are first needed.
+    """
+    if node.op != "call_function" or _is_size(node):
         return -1
     return members.get(_owner(node.meta["module_path"], run.prefix) or "", -1)
 
@@ -346,6 +354,8 @@ def _describe(
         return path[head:].partition(".")[2]
 
     def operand(other: fx.Node) -> str:
+        if _is_size(other):
+            return f"size {other.meta['val']}"
         if other in local:
             return f"%{local[other]}"
         owner = _owner(str(other.target), run.prefix)
