@@ -1,32 +1,88 @@
-"""Scaled-dot-product attention: flash, memory-efficient or unfused.
+"""Time of scaled dot-product attention: softmax(Q K^T) V, forward or backward.
 
-Forward runs two products over (q, kv) and a softmax; backward five. A causal mask
-halves the arithmetic of the fused kernels, a window bounds it. Fused kernels move only
-Q, K, V and the output; the unfused one writes and reads the q x kv scores.
+FLOPs: with ``pairs`` the (query, key) pairs that a mask leaves,
+  forward  2 pairs (qk_dim + v_dim),   backward (flash) 2 pairs (3 qk_dim + 2 v_dim)
+per query head and sequence. Kernels: ``flash`` (tiles in shared memory, no S x S bytes),
+``efficient`` (the same traffic at a lower rate: no asynchronous copies, works before
+Ampere), ``math`` (unfused: two GEMMs, and scores written and read by softmax).
+Constants per GPU are read from ``utilization/attention.json``.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 
-from cost_models.gemm import DTYPE_BYTES
-from cost_models.hardware import DeviceSpec
-from cost_models.roofline import OpTime, finish, stream_s
+from cost_models.errors import SpecError
+from cost_models.gemm import gemm_time
+from cost_models.records import DeviceSpec
+from cost_models.roofline import OpTime, dtype_bytes, op_time, pointwise_time
+from cost_models.surfaces import find_surface
 
-#: Share of the dense peak that the kernels reach on long sequences, by architecture:
-#: (forward, backward). FlashAttention-2 paper (A100: 0.73, 0.63), FlashAttention-3
-#: paper for Hopper (0.65, 0.55 with bf16); older ones run the efficient kernel.
-FLASH_SHARE = {
-    "ampere": (0.66, 0.55),
-    "ada": (0.66, 0.55),
-    "hopper": (0.60, 0.50),
-    "blackwell": (0.60, 0.50),
-}
-EFFICIENT_SHARE = (0.35, 0.28)
+KERNELS = ("flash", "efficient", "math")
+
+#: Rows of a query tile in flash kernels.
+TILE_Q = 128
+#: Most query rows per KV head (q_len x group) that still run as a decode kernel.
+DECODE_ROWS = 64
+#: Least keys of one slice of a split-KV decode kernel.
+SPLIT_KEYS = 128
+#: Passes over the score matrix of unfused attention: forward scale/mask/softmax read and
+#: write each, and backward of softmax reads two and writes one.
+MATH_PASSES_FORWARD, MATH_PASSES_BACKWARD = 4, 4
 
 
-@lru_cache(maxsize=1 << 16)
+@dataclass(frozen=True, slots=True)
+class AttentionConstants:
+    """Fitted per GPU by ``benchmarks/fit/fit_attention.py``.
+
+    eff, eff_backward: fraction of the dense peak in long sequences; ramp: keys' worth of
+    fixed work per query tile; floor: shortest kernel over the device's; mem: fraction of
+    HBM in decode; sm_load: load rate of one SM over its share of HBM; combine: seconds
+    of the split-KV reduction over the shortest kernel; efficient: rate of the
+    memory-efficient kernel over flash.
+    """
+
+    eff: float
+    eff_backward: float
+    ramp: float
+    floor: float
+    mem: float
+    sm_load: float
+    combine: float
+    efficient: float
+
+
+@lru_cache(maxsize=256)
+def _constants(device: DeviceSpec, dtype: str) -> AttentionConstants:
+    surface, _ = find_surface("attention", device, dtype)
+    return AttentionConstants(**dict(surface.constants))
+
+
+def attention_pairs(q_len: int, kv_len: int, causal: bool, window: int = 0) -> int:
+    """(query, key) pairs of one head: the last query sees the last key if causal;
+    ``window`` > 0 limits each query to that many keys."""
+    if not causal:
+        return q_len * (min(kv_len, window) if window else kv_len)
+    first = max(0, q_len - kv_len)  # rows before it see no key
+    rows = q_len - first
+    low = kv_len - rows + 1  # keys that the first of them sees
+    if not window or window >= kv_len:
+        return rows * (low + kv_len) // 2
+    growing = max(0, min(rows, window - low))
+    return growing * (2 * low + growing - 1) // 2 + (rows - growing) * window
+
+
+def attention_flops(
+    pairs: float, heads: float, qk_dim: int, v_dim: int, backward: bool
+) -> float:
+    """FLOPs of ``heads`` (batch x query heads) heads with ``pairs`` each."""
+    width = 3 * qk_dim + 2 * v_dim if backward else qk_dim + v_dim
+    return 2.0 * pairs * heads * width
+
+
+@lru_cache(maxsize=1 << 15)
 def attention_time(
     device: DeviceSpec,
     batch: int,
@@ -42,40 +98,126 @@ def attention_time(
     backward: bool = False,
     window: int = 0,
 ) -> OpTime:
-    """Device time of one attention call (all heads, forward or backward)."""
-    pairs = float(q_len) * kv_len
-    if causal and kernel != "math":
-        pairs = _causal_pairs(q_len, kv_len)
-    if window and window < kv_len:
-        pairs = min(pairs, float(q_len) * window)
-    products = 2.5 if backward else 1.0
-    flops = 2.0 * batch * q_heads * pairs * (qk_dim + v_dim) * products
-    width = DTYPE_BYTES[dtype]
-    q_bytes = batch * q_heads * q_len * (qk_dim + v_dim) * width
-    kv_bytes = batch * kv_heads * kv_len * (qk_dim + v_dim) * width
-    nbytes = (q_bytes + kv_bytes) * (3.0 if backward else 1.0)
-    peak = device.peak(dtype)
+    """Attention over (batch, q_heads, q_len, qk_dim) with (batch, kv_heads, kv_len).
+
+    Grouped queries read K and V once per KV head. A short ``q_len`` (decode) is bound by
+    K and V bytes, split over the SMs along kv. ``backward`` covers dQ, dK and dV, the
+    recomputed scores included. Raises SpecError for sizes below 1, heads that do not
+    divide, an unknown kernel, or flash on a GPU before Ampere.
+    """
+    sizes = (batch, q_heads, kv_heads, q_len, kv_len, qk_dim, v_dim)
+    if min(sizes) < 1 or window < 0:
+        raise SpecError("attention needs sizes >= 1 and window >= 0", (*sizes, window))
+    if q_heads % kv_heads:
+        raise SpecError("query heads must divide by KV heads", f"{q_heads}, {kv_heads}")
+    if kernel not in KERNELS:
+        raise SpecError("unknown attention kernel", kernel, f"Use one of {KERNELS}")
+    if kernel == "flash" and device.arch in ("pascal", "volta", "turing"):
+        raise SpecError(
+            "flash attention needs Ampere or later", device.name, "Use efficient"
+        )
+    pairs = attention_pairs(q_len, kv_len, causal, window)
+    flops = attention_flops(pairs, batch * q_heads, qk_dim, v_dim, backward)
     if kernel == "math":
-        scores = batch * q_heads * float(q_len) * kv_len * (width + 4)
-        nbytes += scores * (6.0 if backward else 4.0)
-        share = 0.6
-    elif kernel == "efficient":
-        share = EFFICIENT_SHARE[backward]
+        return _math(device, sizes, dtype, backward, flops)
+    seen = min(kv_len, q_len - 1 + window) if window else kv_len
+    elem = dtype_bytes(dtype)
+    q_bytes = batch * q_heads * q_len * (qk_dim + v_dim) * elem
+    kv_bytes = batch * kv_heads * seen * (qk_dim + v_dim) * elem
+    c = _constants(device, dtype)
+    rate = c.efficient if kernel == "efficient" else 1.0
+    if not backward and q_len * (q_heads // kv_heads) <= DECODE_ROWS:
+        return _decode(device, c, sizes, dtype, seen, q_bytes + kv_bytes, flops)
+    # backward reads q, k, v, o, do and writes dq, dk, dv
+    nbytes = (2 * q_bytes + 2 * kv_bytes) if backward else q_bytes + kv_bytes
+    return _tiled(device, c, sizes, dtype, pairs, nbytes, flops, rate, backward)
+
+
+def _tiled(
+    device: DeviceSpec,
+    c: AttentionConstants,
+    sizes: tuple[int, ...],
+    dtype: str,
+    pairs: int,
+    nbytes: float,
+    flops: float,
+    rate: float,
+    backward: bool,
+) -> OpTime:
+    """t = floor + max(work / SMs, longest tile) (+) bytes / HBM, tiles of 128 rows."""
+    batch, q_heads, _, q_len, kv_len, qk_dim, v_dim = sizes
+    peak = device.peak(dtype)
+    per_sm = peak * rate * (c.eff_backward if backward else c.eff) / device.sm_count
+    tiles = batch * q_heads * math.ceil(q_len / TILE_Q)
+    # a tile computes whole rows of 128, whatever the mask or q_len leaves of them
+    padded = math.ceil(q_len / TILE_Q) * TILE_Q / q_len
+    mean_keys = pairs / q_len * padded
+    width = attention_flops(1, 1, qk_dim, v_dim, backward)
+    tile_s = TILE_Q * width / per_sm
+    work = tiles * (mean_keys / padded + c.ramp) * tile_s * padded / device.sm_count
+    longest = (min(kv_len, 2 * mean_keys) + c.ramp) * tile_s
+    compute_s = max(work, longest)
+    memory_s = nbytes / (device.hbm_bytes_per_s * c.mem)
+    floor = device.kernel_s * c.floor * (2 if backward else 1)
+    total = floor + max(compute_s, memory_s)
+    total = max(total, flops / peak, nbytes / device.hbm_bytes_per_s)
+    return op_time(total, compute_s, memory_s, floor, flops, nbytes, peak)
+
+
+def _decode(
+    device: DeviceSpec,
+    c: AttentionConstants,
+    sizes: tuple[int, ...],
+    dtype: str,
+    seen: int,
+    nbytes: float,
+    flops: float,
+) -> OpTime:
+    """K and V streamed once: t = floor + bytes / min(HBM, active SMs x load rate)."""
+    batch, _, kv_heads, _, _, _, _ = sizes
+    hbm, peak = device.hbm_bytes_per_s, device.peak(dtype)
+    heads = batch * kv_heads
+    splits = max(1, min(device.sm_count // heads, seen // SPLIT_KEYS))
+    active = min(1.0, heads * splits / device.sm_count)
+    rate = hbm * min(c.mem, active * c.sm_load)
+    memory_s = nbytes / rate
+    combine = device.kernel_s * c.combine if splits > 1 else 0.0
+    floor = device.kernel_s * c.floor + combine
+    compute_s = flops / (peak * c.eff)
+    total = max(floor + max(memory_s, compute_s), flops / peak, nbytes / hbm)
+    return op_time(total, compute_s, memory_s, floor, flops, nbytes, peak)
+
+
+def _math(
+    device: DeviceSpec,
+    sizes: tuple[int, ...],
+    dtype: str,
+    backward: bool,
+    flops: float,
+) -> OpTime:
+    """Unfused: the GEMMs over all pairs (a mask saves nothing) and passes over scores."""
+    batch, q_heads, _, q_len, kv_len, qk_dim, v_dim = sizes
+    heads, elem = batch * q_heads, dtype_bytes(dtype)
+    gemms = [gemm_time(device, q_len, kv_len, qk_dim, heads, dtype)]
+    if backward:
+        gemms = [
+            gemm_time(device, q_len, kv_len, v_dim, heads, dtype),  # dP = dO V^T
+            gemm_time(device, kv_len, v_dim, q_len, heads, dtype),  # dV = P^T dO
+            gemm_time(device, q_len, qk_dim, kv_len, heads, dtype),  # dQ = dS K
+            gemm_time(device, kv_len, qk_dim, q_len, heads, dtype),  # dK = dS^T Q
+        ]
     else:
-        share = FLASH_SHARE.get(device.arch, EFFICIENT_SHARE)[backward]
-    blocks = batch * q_heads * ceil(q_len / 128)
-    if q_len < 128:  # decode: keys are split over the SMs, tiles are mostly empty
-        blocks = batch * kv_heads * ceil(kv_len / 256)
-        share *= max(1, q_len * (q_heads // max(1, kv_heads))) / 128
-    fill = min(1.0, blocks / device.sm_count)
-    compute = flops / (peak * min(1.0, share) * max(fill, 1e-3))
-    return finish(device, compute, stream_s(device, nbytes), flops, nbytes, peak)
-
-
-def _causal_pairs(q_len: int, kv_len: int) -> float:
-    """Query-key pairs under a causal mask; the diagonal blocks run whole."""
-    if q_len == kv_len:
-        return q_len * (kv_len + 128) / 2 if q_len > 128 else float(q_len) * kv_len
-    if q_len < kv_len and kv_len % max(1, q_len) == 0 and q_len > 1:
-        return float(q_len) * kv_len / 2  # a balanced share of a longer sequence
-    return float(q_len) * kv_len
+        gemms.append(gemm_time(device, q_len, v_dim, kv_len, heads, dtype))
+    scores = heads * q_len * kv_len * elem
+    passes = MATH_PASSES_BACKWARD if backward else MATH_PASSES_FORWARD
+    softmax = [pointwise_time(device, scores, scores) for _ in range(passes // 2)]
+    parts = [*gemms, *softmax]
+    return op_time(
+        sum(p.time_s for p in parts),
+        sum(p.compute_s for p in gemms),
+        sum(p.memory_s for p in parts),
+        sum(p.launch_s for p in parts),
+        flops,
+        sum(p.bytes for p in parts),
+        device.peak(dtype),
+    )

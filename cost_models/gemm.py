@@ -1,49 +1,55 @@
-"""Matrix products: tiles over the SMs, waves, K depth, alignment and HBM traffic.
+"""Time of matrix products on one device: C[b,m,n] = sum_k A[b,m,k] B[b,k,n].
 
-For C[m, n] = A[m, k] B[k, n], ``batch`` times, each candidate tile (tm, tn) gives
-``ceil(m / tm) ceil(n / tn) batch`` thread blocks, run in waves over the SMs (split
-along K where there are too few). The fastest tile wins; the result is never faster
-than FLOPs / peak or bytes / HBM.
+The analytic part (tiles, waves, split-K, memory) is in ``gemm_core``; the constants and
+a smooth correction over (log2 m, log2 n, log2 k) are fitted per GPU and dtype and read
+from ``utilization/gemm.json``. Prices are of average kernel times with operands in HBM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from functools import lru_cache
-from math import ceil
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import ArrayLike, NDArray
 
-from cost_models.hardware import DeviceSpec
-from cost_models.roofline import OpTime, finish, stream_s
-
-DTYPE_BYTES = {
-    "fp64": 8.0,
-    "fp32": 4.0,
-    "tf32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "fp8": 1.0,
-    "int8": 1.0,
-    "int4": 0.5,
-    "fp4": 0.5,
-}
-
-#: (rows, columns, share of an SM's peak that the tile's inner loop reaches).
-TILES = (
-    (256, 128, 0.93),
-    (128, 256, 0.93),
-    (128, 128, 0.88),
-    (128, 64, 0.72),
-    (64, 128, 0.72),
-    (64, 64, 0.55),
-    (32, 64, 0.30),
-    (16, 64, 0.16),
+from cost_models.errors import SpecError
+from cost_models.gemm_core import (
+    GemmConstants,
+    Machine,
+    joined_s,
+    limit_s,
+    machine,
+    mainloop_s,
 )
+from cost_models.records import DeviceSpec
+from cost_models.roofline import OpTime, dtype_bytes, op_time
+from cost_models.surfaces import Surface, find_surface, interpolate
 
-#: Elements of K that the pipeline's fill and the epilogue cost.
-K_FILL = 128
+LAYOUTS = ("NN", "NT", "TN", "TT")
+
+#: CUDA-core operations to unpack one integer weight to 16 bits: shift or mask,
+#: conversion and scale with zero point (counted from published dequantisation kernels).
+DEQUANT_OPS = 4.0
+
+
+@lru_cache(maxsize=256)
+def _on(device: DeviceSpec, dtype: str) -> tuple[Machine, Surface]:
+    surface, _ = find_surface("gemm", device, dtype)
+    constants = GemmConstants(**dict(surface.constants))
+    return machine(device, dtype, constants), surface
+
+
+def measured(device: DeviceSpec, dtype: str) -> bool:
+    """Whether the GPU itself was measured in ``dtype``; if not, prices come from a
+    relative's constants or from the datasheet fallback."""
+    return find_surface("gemm", device, dtype)[1]
+
+
+def _check(m: float, n: float, k: float, batch: float) -> None:
+    if min(m, n, k, batch) < 1:
+        raise SpecError("a GEMM needs sizes >= 1", f"m={m} n={n} k={k} batch={batch}")
 
 
 @lru_cache(maxsize=1 << 17)
@@ -55,87 +61,112 @@ def gemm_time(
     batch: int = 1,
     dtype: str = "bf16",
     layout: str = "NT",
-    out_bytes: int = 2,
+    out_bytes: float = 2,
 ) -> OpTime:
-    """Device time of ``batch`` products of (m x k) and (k x n); raises SpecError where
-    the device has no units for ``dtype``."""
-    peak = device.peak(dtype)
-    width = DTYPE_BYTES[dtype]
+    """A dense GEMM; ``out_bytes`` per element of C.
+
+    FLOPs 2mnk batch; bytes A + B + C once. ``layout`` is the transposition of (A, B) as
+    stored; libraries reach the same rate in all four, so it only is checked. Raises
+    SpecError for a dtype that the device does not compute in or sizes below 1.
+    """
+    _check(m, n, k, batch)
+    if layout not in LAYOUTS:
+        raise SpecError("unknown GEMM layout", layout, f"Use one of {LAYOUTS}")
+    elem = dtype_bytes(dtype)
+    nbytes = batch * ((m * k + k * n) * elem + m * n * out_bytes)
+    return priced(device, m, n, k, batch, dtype, nbytes)
+
+
+def priced(
+    device: DeviceSpec,
+    m: float,
+    n: float,
+    k: float,
+    batch: float,
+    dtype: str,
+    nbytes: float,
+) -> OpTime:
+    """A GEMM whose HBM traffic is ``nbytes`` (implicit GEMMs move less than A, B, C)."""
+    on, surface = _on(device, dtype)
+    m, n, k, batch = float(m), float(n), float(k), float(batch)
     flops = 2.0 * m * n * k * batch
-    nbytes = batch * ((m * k + k * n) * width + m * n * out_bytes)
-    per_sm = peak / device.sm_count
-    best = float("inf")
-    for rows, columns, share in TILES:
-        blocks = ceil(m / rows) * ceil(n / columns) * batch
-        split = 1
-        while blocks * split * 2 <= device.sm_count and k / (split * 2) >= 256:
-            split *= 2
-        depth = k / split
-        waves = _waves(blocks * split, device.sm_count)
-        one = 2.0 * rows * columns * (depth + K_FILL) / (per_sm * share)
-        extra = m * n * batch * 4.0 * split / device.hbm_bytes_per_s if split > 1 else 0
-        best = min(best, waves * one + extra)
-    compute = best / _alignment(m, n, k, width)
-    compute = max(compute, flops / peak)
-    return finish(device, compute, stream_s(device, nbytes), flops, nbytes, peak)
-
-
-def _waves(blocks: int, sms: int) -> float:
-    """Waves of thread blocks; a long tail is partly filled by two blocks per SM."""
-    whole = blocks / sms
-    if whole <= 1:
-        return 1.0
-    return 0.5 * (whole + ceil(whole))
-
-
-def _alignment(m: int, n: int, k: int, width: float) -> float:
-    """Share kept when the contiguous dims are not multiples of 16 bytes."""
-    unit = max(1, int(16 / width))
-    worst = 1.0
-    for extent in (n, k):
-        if extent % unit:
-            worst = min(worst, 0.5 if extent % 2 else 0.75)
-    return worst
+    compute = mainloop_s(on, m, n, k, batch)
+    total = joined_s(on, compute, nbytes)
+    if surface.grid:
+        at = (math.log2(m), math.log2(n), math.log2(k))
+        total *= math.exp(interpolate(surface.knots, surface.grid, at))
+    total = max(total, limit_s(on, flops, nbytes))
+    memory = nbytes / on.hbm
+    floor = on.kernel_s * on.constants.floor
+    return op_time(total, compute, memory, floor, flops, nbytes, on.peak)
 
 
 def gemm_times(
     device: DeviceSpec,
-    m: Sequence[int],
-    n: Sequence[int],
-    k: Sequence[int],
-    batch: Sequence[int] | None = None,
+    m: ArrayLike,
+    n: ArrayLike,
+    k: ArrayLike,
+    batch: ArrayLike = 1,
     dtype: str = "bf16",
-) -> npt.NDArray[np.float64]:
-    """:func:`gemm_time` seconds for many shapes."""
-    batches = batch if batch is not None else [1] * len(m)
-    return np.array(
-        [
-            gemm_time(device, *shape, dtype).time_s
-            for shape in zip(m, n, k, batches, strict=True)
-        ]
+    out_bytes: float = 2,
+) -> NDArray[np.float64]:
+    """``gemm_time(...).time_s`` for arrays of shapes that broadcast together."""
+    arrays = np.broadcast_arrays(
+        *(np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
     )
+    am, an, ak, ab = cast("list[NDArray[np.float64]]", arrays)
+    if am.size == 0:
+        return np.zeros(am.shape)
+    _check(*(float(x.min()) for x in (am, an, ak, ab)))
+    on, surface = _on(device, dtype)
+    nbytes = ab * ((am * ak + ak * an) * dtype_bytes(dtype) + am * an * out_bytes)
+    total = joined_s(on, mainloop_s(on, am, an, ak, ab), nbytes)
+    if surface.grid:
+        points = np.log2(np.stack([am.ravel(), an.ravel(), ak.ravel()], axis=1))
+        rows = cast("list[list[float]]", points.tolist())
+        logs = [
+            interpolate(surface.knots, surface.grid, (r[0], r[1], r[2])) for r in rows
+        ]
+        correction = np.asarray(logs, dtype=np.float64)
+        correction.shape = am.shape
+        total = total * np.exp(correction)
+    return np.maximum(total, limit_s(on, 2.0 * am * an * ak * ab, nbytes))
 
 
+@lru_cache(maxsize=1 << 15)
 def weight_only_gemm_time(
     device: DeviceSpec,
     m: int,
     n: int,
     k: int,
-    weight_bits: int,
+    weight_bits: int = 4,
     group: int = 128,
     dtype: str = "bf16",
 ) -> OpTime:
-    """A product whose weights are stored in ``weight_bits`` with one 16-bit scale per
-    ``group`` elements of K, expanded to ``dtype`` on the fly."""
-    dense = gemm_time(device, m, n, k, 1, dtype)
-    weights = n * k * (weight_bits / 8 + 2 / group)
-    nbytes = weights + (m * k + m * n) * DTYPE_BYTES[dtype]
-    # expanding costs about two integer operations an element on the CUDA cores
-    expand = 2.0 * n * k * ceil(m / 128) / device.peak("fp32")
-    return finish(
-        device,
-        dense.compute_s + expand,
-        stream_s(device, nbytes),
+    """y[m,n] = x[m,k] W[k,n] with W stored in ``weight_bits`` and unpacked in the kernel.
+
+    Bytes: x and y in ``dtype``, W in ``weight_bits`` / 8 plus a 16-bit scale and a
+    zero point of ``weight_bits`` per ``group`` of k. Arithmetic runs in ``dtype``: at
+    small m the weight bytes bound it (up to 16 / bits faster than 16-bit weights), at
+    large m the tensor cores do, and unpacking (4 operations per weight on the CUDA
+    cores, once per tile row of 128 in m) is added because both share issue slots.
+    """
+    _check(m, n, k, 1)
+    if weight_bits not in (2, 3, 4, 8) or group < 1:
+        raise SpecError("weight-only GEMM", f"{weight_bits} bits in groups of {group}")
+    groups = math.ceil(k / group)
+    weights = n * (k * weight_bits / 8 + groups * (2 + weight_bits / 8))
+    nbytes = weights + (m * k + m * n) * dtype_bytes(dtype)
+    dense = priced(device, m, n, k, 1, dtype, nbytes)
+    unpack = DEQUANT_OPS * n * k * math.ceil(m / 128) / device.peak("fp32")
+    memory_s = dense.memory_s
+    hidden = max(0.0, memory_s - dense.compute_s)  # unpacking hides under the loads
+    total = dense.time_s + max(0.0, unpack - hidden)
+    return op_time(
+        total,
+        dense.compute_s + unpack,
+        memory_s,
+        dense.launch_s,
         dense.flops,
         nbytes,
         device.peak(dtype),

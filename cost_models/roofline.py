@@ -1,65 +1,88 @@
-"""The roofline: a kernel takes the longer of its arithmetic and its memory traffic.
+"""The roofline: an op takes the longer of its arithmetic and its memory traffic.
 
-    t = max(flops / (peak x eff), bytes / (bandwidth x eff)) , at least one kernel
-
-Host launch overhead is not part of it: a block is launch-bound as a whole, so the
-caller adds it per software stack.
+t = kernel + max(FLOPs / (peak x eff), bytes / (HBM x eff)). Every op function of this
+package returns an ``OpTime`` and leaves out the host's launch cost, which depends on the
+software stack (``cost_models.stacks``) and hides behind the device when that is busy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.hardware import DeviceSpec
+from cost_models.errors import SpecError
+from cost_models.records import DeviceSpec
 
-#: Share of the datasheet's HBM bandwidth that a long streaming kernel reaches.
-#: Babel-STREAM style copies on A100 and H100 reach 0.88 to 0.93 of it.
-STREAM_EFFICIENCY = 0.90
+#: Fraction of the datasheet HBM rate that a streaming kernel reaches (read + write
+#: STREAM-like copies on V100..H100 are reported between 0.85 and 0.93).
+STREAM_EFFICIENCY = 0.88
+
+#: Bytes per element by the dtype names of ``DeviceSpec.peak_flops``.
+DTYPE_BYTES: dict[str, float] = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "fp8": 1,
+    "int8": 1,
+    "fp4": 0.5,
+    "int4": 0.5,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Device seconds of one kernel (or a few) and what binds it.
-
-    ``utilization``: achieved FLOP/s over the dense peak of the dtype, 0 for kernels
-    without matrix work. ``bound``: "compute", "memory" or "launch".
-    """
+    """One kernel's price. ``utilization`` is FLOPs / time / dense peak, in 0..1;
+    ``bound`` names what takes the time: compute, memory or launch."""
 
     time_s: float
     compute_s: float
     memory_s: float
-    launch_s: float
+    launch_s: float  # shortest time of a kernel on the device, not the host's launch
     flops: float
     bytes: float
     utilization: float
     bound: str
 
 
-def finish(
-    device: DeviceSpec,
+def dtype_bytes(dtype: str) -> float:
+    """Bytes of one element; raises SpecError for an unknown name."""
+    try:
+        return DTYPE_BYTES[dtype]
+    except KeyError:
+        raise SpecError(
+            "unknown dtype", dtype, f"Use one of {', '.join(DTYPE_BYTES)}"
+        ) from None
+
+
+def bound_of(compute_s: float, memory_s: float, launch_s: float) -> str:
+    """The longest of the three, by name."""
+    longest = max(compute_s, memory_s, launch_s)
+    if longest == launch_s:
+        return "launch"
+    return "compute" if longest == compute_s else "memory"
+
+
+def op_time(
+    time_s: float,
     compute_s: float,
     memory_s: float,
+    launch_s: float,
     flops: float,
     nbytes: float,
     peak: float,
 ) -> OpTime:
-    """The longest of arithmetic, traffic and the shortest kernel there is."""
-    launch = device.kernel_s
-    time = max(compute_s, memory_s, launch)
-    bound = "compute" if compute_s >= memory_s else "memory"
-    if time == launch and max(compute_s, memory_s) < launch:
-        bound = "launch"
-    share = flops / time / peak if peak and time else 0.0
-    return OpTime(time, compute_s, memory_s, launch, flops, nbytes, share, bound)
-
-
-def stream_s(device: DeviceSpec, nbytes: float) -> float:
-    """Seconds to move ``nbytes`` through HBM; small transfers do not fill the pipe."""
-    if nbytes <= 0:
-        return 0.0
-    ramp = 2e-6 * device.hbm_bytes_per_s  # bytes in flight before full speed
-    rate = device.hbm_bytes_per_s * STREAM_EFFICIENCY * nbytes / (nbytes + ramp * 0.1)
-    return nbytes / rate
+    """An ``OpTime`` with utilisation and bound derived."""
+    return OpTime(
+        time_s,
+        compute_s,
+        memory_s,
+        launch_s,
+        flops,
+        nbytes,
+        flops / (time_s * peak) if time_s > 0 else 0.0,
+        bound_of(compute_s, memory_s, launch_s),
+    )
 
 
 def pointwise_time(
@@ -69,8 +92,21 @@ def pointwise_time(
     flops: float = 0.0,
     dtype: str = "fp32",
 ) -> OpTime:
-    """An elementwise, norm, softmax or copy kernel: ``flops`` run on CUDA cores."""
-    peak = device.peak(dtype) if device.supports(dtype) else device.peak("fp32")
+    """A pointwise, normalisation or reduction kernel that streams its operands once.
+
+    t = kernel + max(bytes / (0.88 HBM), FLOPs / peak of the CUDA cores). Small kernels
+    are dominated by ``kernel_s``, so the reached bandwidth grows with size. Left out:
+    operands that a previous kernel left in L2. No bytes: no kernel, no time.
+    ``dtype`` is that of the operands; the arithmetic runs in FP32.
+    """
+    if min(read_bytes, write_bytes, flops) < 0:
+        raise SpecError("negative work", f"{read_bytes}, {write_bytes}, {flops}")
+    dtype_bytes(dtype)
     nbytes = read_bytes + write_bytes
-    compute = flops / (0.5 * peak)
-    return finish(device, compute, stream_s(device, nbytes), flops, nbytes, peak)
+    peak = device.peak("fp32")
+    if nbytes == 0 and flops == 0:
+        return OpTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "memory")
+    memory_s = nbytes / (device.hbm_bytes_per_s * STREAM_EFFICIENCY)
+    compute_s = flops / peak
+    total = device.kernel_s + max(memory_s, compute_s)
+    return op_time(total, compute_s, memory_s, device.kernel_s, flops, nbytes, peak)
