@@ -17,11 +17,10 @@ The problem of a block (the ops of one pipeline block, ``size`` ranks):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.stacks import StackProfile
 from passes.ir import Block, Op, Operand, OpGraph, OpKind, TensorKind
 from planner.search import intra_op
 from planner.search.placements import (
@@ -116,44 +115,40 @@ class BlockSolution:
     seconds: float  # objective of the block problem
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Facts of a graph that every block problem needs, computed once."""
+    """Facts of a collapsed graph that every block problem needs, computed once."""
 
     graph: OpGraph
-    producer: dict[str, int] = field(default_factory=dict[str, int])
-    consumers: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    batch_axis: dict[str, int] = field(default_factory=dict[str, int])
-    core: frozenset[int] = frozenset()
-    vocabularies: frozenset[int] = frozenset()
+    leaving: frozenset[str]
+    producer: dict[str, int]
+    consumers: dict[str, list[int]]
+    core: frozenset[int]
+    vocabularies: frozenset[int]
 
     @classmethod
-    def of(cls, graph: OpGraph) -> GraphFacts:
-        facts = cls(graph)
+    def of(cls, graph: OpGraph, leaving: frozenset[str]) -> GraphFacts:
+        producer: dict[str, int] = {}
+        consumers: dict[str, list[int]] = {}
         for i, op in enumerate(graph.ops):
-            for name in op.outputs:
-                facts.producer[name] = i
+            producer.update(dict.fromkeys(op.outputs, i))
             for name in dict.fromkeys(op.inputs):
-                facts.consumers.setdefault(name, []).append(i)
-            for operand in op.space.inputs + op.space.outputs:
-                axis = _batch_axis(op, operand)
-                if axis >= 0:
-                    facts.batch_axis.setdefault(operand.tensor, axis)
-        facts.core = attention_core(facts)
-        facts.vocabularies = vocabulary_sizes(graph)
-        return facts
+                consumers.setdefault(name, []).append(i)
+        core = attention_core(graph, producer, consumers)
+        return cls(
+            graph, leaving, producer, consumers, core, vocabulary_sizes(graph)
+        )
+
+    def batch_axis(self, name: str) -> int:
+        """The axis of an activation that carries samples; -1 if none does."""
+        rates = self.graph.tensor(name).per_sample
+        return next((i for i, rate in enumerate(rates) if rate), -1)
 
 
-def _batch_axis(op: Op, operand: Operand) -> int:
-    for number, axis in enumerate(operand.axes):
-        if axis.dims and op.space.dim(axis.dims[0]).per_sample > 0:
-            return number
-    return -1
-
-
-def attention_core(facts: GraphFacts) -> frozenset[int]:
+def attention_core(
+    graph: OpGraph, producer: dict[str, int], consumers: dict[str, list[int]]
+) -> frozenset[int]:
     """Ops between the two batched products of an unfused attention."""
-    graph = facts.graph
 
     def batched(op: Op) -> bool:
         return op.kind is OpKind.GEMM and not any(
@@ -171,15 +166,15 @@ def attention_core(facts: GraphFacts) -> frozenset[int]:
     for i, op in enumerate(graph.ops):
         if op.kind is not OpKind.SOFTMAX:
             continue
-        before = facts.producer.get(op.inputs[0])
+        before = producer.get(op.inputs[0])
         chain = [i]
         while before is not None and graph.ops[before].kind in light:
             chain.append(before)
-            before = facts.producer.get(graph.ops[before].inputs[0])
+            before = producer.get(graph.ops[before].inputs[0])
         after: int | None = i
         while after is not None and graph.ops[after].kind in light:
             chain.append(after)
-            users = facts.consumers.get(graph.ops[after].outputs[0], [])
+            users = consumers.get(graph.ops[after].outputs[0], [])
             after = users[0] if users else None
         if (
             before is not None
@@ -271,7 +266,7 @@ class BlockProblem:
             if placement.kind != "S":
                 continue
             shape = self.graph.tensor(operand.tensor).shape
-            batch = self.facts.batch_axis.get(operand.tensor, -1)
+            batch = self.facts.batch_axis(operand.tensor)
             if len(shape) == 3 and batch in (0, 1) and placement.axis == 1 - batch:
                 return True
         return False
@@ -347,23 +342,19 @@ class BlockProblem:
             if len(users) + int(self._leaves(name)) > 1
         }
 
+    def _made_here(self, name: str) -> bool:
+        source = self.facts.producer.get(name)
+        return source is not None and self.block.start <= source < self.block.stop
+
     def _leaves(self, name: str) -> bool:
-        if name in self.graph.outputs:
-            return False
-        return any(
-            not (self.block.start <= c < self.block.stop)
-            for c in self.facts.consumers.get(name, ())
-        )
+        return name in self.facts.leaving and self._made_here(name)
 
     def _enters(self, name: str) -> bool:
-        source = self.facts.producer.get(name)
-        return source is not None and not (
-            self.block.start <= source < self.block.stop
-        )
+        return not self._made_here(name)
 
     def _state_of(self, name: str) -> Placement:
         return self.state.placement(
-            self.graph, name, self.facts.batch_axis.get(name, -1)
+            self.graph, name, self.facts.batch_axis(name)
         )
 
     # ---- edges -----------------------------------------------------------------
@@ -495,8 +486,8 @@ class BlockProblem:
         self, name: str, users: list[int]
     ) -> tuple[tuple[Placement, Placement], ...]:
         placements = {REPLICATED, self._state_of(name)}
-        source = self.facts.producer.get(name)
-        if source is not None and source in self.strategies:
+        if self._made_here(name):
+            source = self.facts.producer[name]
             placements.update(
                 self._output(source, name, s) for s in self.strategies[source]
             )
@@ -586,9 +577,20 @@ class BlockProblem:
                 )
                 self._edge(node_of_op[first], node_of_op[other], matrix)
 
+    def floor(self) -> float:
+        """Seconds below which no choice can be: every op at its fastest, no traffic."""
+        return sum(
+            min(
+                (p := self.pricer.price(i, s.dim, self.size, self.ep)).forward_s
+                + p.backward_s
+                for s in choices
+            )
+            for i, choices in self.strategies.items()
+        )
+
     # ---- solve -----------------------------------------------------------------
 
-    def solve(self, stack: StackProfile) -> BlockSolution | None:
+    def solve(self) -> BlockSolution | None:
         """The optimal choice with its price; None if no choice is legal."""
         if any(not s for s in self.strategies.values()):
             return None
@@ -606,7 +608,7 @@ class BlockProblem:
             for node, c in zip(self.nodes, solution.choice, strict=True)
             if node.index < 0
         }
-        return self.measure(chosen, shared, solution.status, solution.cost, stack)
+        return self.measure(chosen, shared, solution.status, solution.cost)
 
     def measure(
         self,
@@ -614,7 +616,6 @@ class BlockProblem:
         shared: dict[str, tuple[Placement, Placement]],
         status: str,
         objective: float,
-        stack: StackProfile,
     ) -> BlockSolution:
         """Price a given choice, term by term."""
         graph, size = self.graph, self.size

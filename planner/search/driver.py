@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from math import inf
 
-from cost_models.memory import RECIPES
+from cost_models.memory import RECIPES, ParameterGroup
 from passes.ir import OpKind
 from planner.errors import InfeasibleError, PlannerError
+from planner.search.blocks import BlockSolution
 from planner.search.job import RATES, STATES, Configuration, Job, Priced, tensor_limit
 from planner.search.mesh import Mesh, divisors, meshes
-from planner.search.rank_memory import parameter_groups
-from planner.search.stages import MODES, ideal_seconds, solve_stages
+from planner.search.rank_memory import (
+    activation_bytes,
+    parameter_groups,
+    static_bytes,
+)
+from planner.search.stages import MODES, solve_stages
 
 Progress = Callable[[str], None]
 
@@ -40,14 +46,6 @@ class Limits:
     pins: Mapping[str, object] = field(default_factory=dict[str, object])
     solved: int = 400
     deterministic_s: float = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    """A shape with its lower bound and the least memory that a rank can take."""
-
-    configuration: Configuration
-    bound_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Search:
         self.constraints: list[str] = []
         self._illegal: dict[int, str] = {}
         self._solved: dict[Configuration, Priced | None] = {}
-        self._bounds: dict[Configuration, float] = {}
+        self._gaps: list[float] = []  # bounds of shapes that CP-SAT did not close
 
     # ---- shapes ----------------------------------------------------------------
 
@@ -223,59 +221,73 @@ class Search:
 
     # ---- bounds ----------------------------------------------------------------
 
+    def floor(self, c: Configuration) -> float:
+        """A bound without solving any block: every op at its fastest, no traffic."""
+        each = self.job.floors(c)
+        counts = [n for _, n in self.job.chain]
+        total = sum(t * n for t, n in zip(each, counts, strict=True))
+        return self._pipeline(c, total, max(each))
+
     def bound(self, c: Configuration) -> float:
-        """Seconds that no layout of this shape can beat; inf if it has none."""
+        """Seconds that no layout of this shape can beat, by its block solutions."""
         job = self.job
-        problem = self._relaxed(c)
-        if problem is None:
+        times, solutions = job.times(c), job.solutions(c)
+        if times is None or solutions is None:
             return inf
-        total, longest, work = problem
-        longest = max(longest, total / c.mesh.pp)
-        v = c.virtual
-        pipeline = (c.micro_batches - 1 / v) * longest + total / v
+        counts = [n for _, n in job.chain]
+        best = range(3) if len(self._modes()) > 1 else (MODES.index(self._modes()[0]),)
+        each = [min(t.seconds(q) for q in best) for t in times]
+        total = sum(t * n for t, n in zip(each, counts, strict=True))
+        pipeline = self._pipeline(c, total, max(each))
         if not job.training:
             return pipeline
-        elements = work / c.mesh.pp
+        groups = self._groups(c, solutions)
+        elements = sum(g.elements for g in groups if g.trainable) / c.mesh.pp
+        own = sum(g.elements / (g.shard if c.zero else 1) for g in groups if g.trainable)
+        longest = max(max(each), total / c.mesh.pp)
         exposed = job.gradient_seconds(c, elements, longest, longest)
-        shard = c.mesh.dp_shard * c.mesh.cp if c.zero else 1
-        return pipeline + exposed + job.optimizer_seconds(elements / shard)
+        return pipeline + exposed + job.optimizer_seconds(own / c.mesh.pp)
 
-    def _relaxed(self, c: Configuration) -> tuple[float, float, float] | None:
-        """(seconds of all blocks, of the longest block, trainable elements)."""
-        times = self.job.times(c)
-        solutions = self.job.solutions(c)
-        if times is None or solutions is None:
-            return None
+    def _pipeline(self, c: Configuration, total: float, longest: float) -> float:
+        longest = max(longest, total / c.mesh.pp)
+        v = c.virtual
+        return (c.micro_batches - 1 / v) * longest + total / v
+
+    def _groups(
+        self, c: Configuration, solutions: tuple[BlockSolution, ...]
+    ) -> tuple[ParameterGroup, ...]:
         counts = [n for _, n in self.job.chain]
-        each = [t.seconds(0) for t in times]
         setup = self.job.memory_setup(c)
-        groups = parameter_groups(setup, list(zip(solutions, counts, strict=True)))
-        elements = sum(g.elements for g in groups if g.trainable)
-        total = sum(t * n for t, n in zip(each, counts, strict=True))
-        return total, max(each), elements
+        return parameter_groups(setup, list(zip(solutions, counts, strict=True)))
 
-    def _hopeless(self, c: Configuration) -> bool:
-        """Whether the states of an average rank alone exceed the memory limit."""
+    def hopeless(self, c: Configuration) -> bool:
+        """Whether an average rank can not hold its states and the inputs of its blocks:
+        then no layout fits."""
         solutions = self.job.solutions(c)
         if solutions is None:
             return True
-        counts = [n for _, n in self.job.chain]
         setup = self.job.memory_setup(c)
-        groups = parameter_groups(setup, list(zip(solutions, counts, strict=True)))
-        recipe = RECIPES[setup.recipe]
-        least = 0.0
-        for g in groups:
-            shard = g.shard if c.zero >= 3 else 1
-            width = recipe.parameter if g.trainable else g.storage_bytes
-            least += g.elements / shard * width
-        return least / c.mesh.pp > self.job.limit_bytes
+        counts = [n for _, n in self.job.chain]
+        least = sum(
+            n * (static_bytes(setup, s) + min(activation_bytes(setup, s)))
+            for s, n in zip(solutions, counts, strict=True)
+        )
+        shared = sum(
+            p.numel * RECIPES[setup.recipe].parameter * 9
+            for name in self.job.tied
+            for p in next(
+                (s.parameters for s in solutions for p in s.parameters if p.name == name)
+            )
+            if p.name == name
+        )
+        return (least - shared) / c.mesh.pp > self.job.limit_bytes
 
     # ---- solving ---------------------------------------------------------------
 
     def solve(self, c: Configuration) -> Priced | None:
         """The best layout of a shape that fits; None if none does."""
         if c not in self._solved:
-            self._solved[c], self._bounds[c] = self._solve(c)
+            self._solved[c] = self._solve(c)
         return self._solved[c]
 
     def _modes(self) -> tuple[str, ...]:
@@ -284,68 +296,69 @@ class Search:
         pinned = self.limits.pins.get("recompute")
         return MODES if pinned is None else (str(pinned),)
 
-    def _solve(self, c: Configuration) -> tuple[Priced | None, float]:
+    def _solve(self, c: Configuration) -> Priced | None:
         reserve = 0.0
-        best: Priced | None = None
-        bound = inf
         for _ in range(REPAIRS):
             problem = self.job.stage_problem(c, self._modes(), reserve_bytes=reserve)
             if problem is None:
-                return None, inf
+                return None
             found = solve_stages(problem, self.limits.deterministic_s)
             if not found.counts:
-                break
+                return None
             priced = self.job.price(c, found.counts)
-            if reserve == 0.0:
-                bound = found.bound_s + (priced.terms.after_pipeline_s if False else 0)
+            if found.status != "optimal":
+                self._gaps.append(found.bound_s)
             if priced.fits:
-                best = priced
-                break
+                return priced
             reserve += max(lines.over_bytes for lines in priced.memory) * 1.001
-            _ = ideal_seconds
-        return best, bound
+        return None
 
     def run(self) -> Outcome:
-        """Best-first search over all shapes; raises InfeasibleError."""
-        shapes = [Bounded(c, self.bound(c)) for c in self.configurations()]
-        if not shapes:
+        """Best-first search over all shapes; raises InfeasibleError.
+
+        A shape's bound is refined when it comes to the front: first the floor, then
+        the bound of its block solutions, then it is solved.
+        """
+        queue: list[tuple[float, int, int, Configuration]] = []
+        for number, c in enumerate(self.configurations()):
+            queue.append((self.floor(c), number, 0, c))
+        if not queue:
             raise self._nothing_legal()
-        enumerated = len(shapes)
-        open_shapes = [
-            s for s in shapes if s.bound_s < inf and not self._hopeless(s.configuration)
-        ]
-        infeasible = enumerated - len(open_shapes)
-        open_shapes.sort(key=lambda s: s.bound_s)  # stable: ties keep their order
+        enumerated = len(queue)
+        heapify(queue)
         best: Priced | None = None
-        solved = 0
-        position = 0
+        solved = infeasible = 0
+        twins: set[tuple[object, ...]] = set()
         others: dict[tuple[int, int, int, int], Priced] = {}
-        for position, shape in enumerate(open_shapes):
-            if best is not None and shape.bound_s >= best.terms.total_s * (1 - 1e-9):
+        while queue and solved < self.limits.solved:
+            bound, number, level, c = queue[0]
+            if best is not None and bound >= best.terms.total_s * (1 - 1e-9):
                 break
-            if solved >= self.limits.solved:
-                break
-            priced = self.solve(shape.configuration)
-            solved += 1
-            self._report(solved, best, shape)
+            heappop(queue)
+            if level == 0:
+                refined = self.bound(c)
+                if refined == inf or self._is_twin(c, twins) or self.hopeless(c):
+                    infeasible += 1
+                else:
+                    heappush(queue, (max(bound, refined), number, 1, c))
+                continue
+            self._report(solved, best, bound)
+            priced = self.solve(c)
             if priced is None:
                 infeasible += 1
-                solved -= 1
                 continue
-            mesh = priced.configuration.mesh
-            key = (mesh.tp, mesh.pp, mesh.cp, priced.configuration.zero)
+            solved += 1
+            mesh = c.mesh
+            key = (mesh.tp, mesh.pp, mesh.cp, c.zero)
             if key not in others or priced.terms.total_s < others[key].terms.total_s:
                 others[key] = priced
             if best is None or priced.terms.total_s < best.terms.total_s * (1 - 1e-12):
                 best = priced
-        else:
-            position = len(open_shapes)
         if best is None:
             raise self._does_not_fit()
-        left = open_shapes[position:]
-        pruned = sum(s.bound_s >= best.terms.total_s * (1 - 1e-9) for s in left)
-        cut_off = len(left) - pruned
-        bound = min([best.terms.total_s] + [s.bound_s for s in left])
+        limit = best.terms.total_s * (1 - 1e-9)
+        cut_off = sum(1 for entry in queue if entry[0] < limit)
+        bound = min([best.terms.total_s, *self._gaps, *(e[0] for e in queue)])
         ranked = sorted(
             (p for p in others.values() if p is not best),
             key=lambda p: p.terms.total_s,
@@ -354,7 +367,7 @@ class Search:
             best,
             bound,
             enumerated,
-            pruned,
+            len(queue) - cut_off,
             solved,
             cut_off,
             infeasible,
@@ -362,12 +375,30 @@ class Search:
             tuple(self.constraints),
         )
 
-    def _report(self, solved: int, best: Priced | None, shape: Bounded) -> None:
+    def _is_twin(self, c: Configuration, twins: set[tuple[object, ...]]) -> bool:
+        """Whether a shape with the same block solutions was seen already."""
+        solutions = self.job.solutions(c)
+        assert solutions is not None
+        choices = tuple((s.strategies, s.saved_bytes) for s in solutions)
+        key = (
+            c.mesh,
+            c.micro_batch,
+            c.zero,
+            c.virtual,
+            c.schedule,
+            hash(choices),
+        )
+        if key in twins:
+            return True
+        twins.add(key)
+        return False
+
+    def _report(self, solved: int, best: Priced | None, bound: float) -> None:
         if self.progress is None:
             return
         shown = "none yet" if best is None else f"{best.terms.total_s:.3f} s"
         self.progress(
-            f"solved {solved} shapes, best {shown}, next bound {shape.bound_s:.3f} s"
+            f"solved {solved} shapes, best {shown}, next bound {bound:.3f} s"
         )
 
     # ---- failures --------------------------------------------------------------

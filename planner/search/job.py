@@ -15,7 +15,7 @@ from cost_models.overlap import data_parallel
 from cost_models.pipeline import in_flight
 from cost_models.roofline import pointwise_time
 from cost_models.stacks import StackProfile
-from passes.ir import Block, OpGraph, OpKind
+from passes.ir import Block, OpGraph, OpKind, TensorKind
 from passes.lower import with_batch
 from planner.errors import PlannerError
 from planner.search.blocks import (
@@ -24,6 +24,7 @@ from planner.search.blocks import (
     BoundaryState,
     GraphFacts,
 )
+from planner.search.collapse import collapse
 from planner.search.mesh import Mesh, MeshComm
 from planner.search.placements import REPLICATED, Placement, shard
 from planner.search.pricing import Pricer
@@ -98,19 +99,24 @@ class Job:
         graph_at_cp: GraphSource | None = None,
     ) -> None:
         self.graph, self.cluster, self.stack = graph, cluster, stack
+        self.collapsed = collapse(graph)
         self.device = cluster.device
         self.precision, self.optimizer, self.training = precision, optimizer, training
         self.recipe = recipe or _recipe(precision)
         limit = min(g.device.memory_bytes for g in cluster.groups)
         self.limit_bytes = min(limit, memory_limit_bytes or limit)
         self.graph_at_cp = graph_at_cp
-        self.chain = block_chain(graph)
+        self.chain = tuple(
+            zip(self.collapsed.graph.blocks, self.collapsed.counts, strict=True)
+        )
+        self.tied = self.collapsed.tied
         self._graphs: dict[tuple[int, int], OpGraph] = {}
         self._facts: dict[tuple[int, int], GraphFacts] = {}
         self._pricers: dict[tuple[int, int], Pricer] = {}
         self._solved: dict[tuple[object, ...], tuple[BlockSolution, ...] | None] = {}
+        self._blocks: dict[tuple[object, ...], BlockSolution | None] = {}
+        self._floors: dict[tuple[int, int, int, int], tuple[float, ...]] = {}
         self._comms: dict[Mesh, MeshComm] = {}
-        self.tied = cross_block_ties(graph)
 
     # ---- blocks ----------------------------------------------------------------
 
@@ -119,13 +125,13 @@ class Job:
         key = (micro_batch, cp)
         if key not in self._graphs:
             if cp == 1:
-                base = self.graph
+                base = self.collapsed.graph
             else:
                 if self.graph_at_cp is None:
                     raise PlannerError(
                         "the model has no sequence to divide over cp", f"cp={cp}"
                     )
-                base = self.graph_at_cp(cp)
+                base = collapse(self.graph_at_cp(cp)).graph
             self._graphs[key] = with_batch(base, micro_batch)
         return self._graphs[key]
 
@@ -133,7 +139,7 @@ class Job:
         key = (micro_batch, cp)
         if key not in self._pricers:
             graph = self.graph_for(micro_batch, cp)
-            self._facts[key] = GraphFacts.of(graph)
+            self._facts[key] = GraphFacts.of(graph, self.collapsed.leaving)
             self._pricers[key] = Pricer(
                 graph, self.device, self.stack, self.precision, self.training
             )
@@ -197,23 +203,65 @@ class Job:
         for block, _ in self.chain:
             if block.kind in by_kind:
                 continue
-            problem = BlockProblem(
-                facts,
-                block,
-                pricer,
-                price,
+            here = {n: p for n, p in fixed.items() if n in self._parameters(block)}
+            key = (
+                block.kind,
                 c.mesh.tp,
-                state,
-                seconds_per_byte=c.rate,
-                sequence_parallel=c.sequence_parallel,
-                fixed=fixed,
-                ep=c.mesh.ep,
+                c.mesh.ep,
+                c.mesh.cp,
+                c.micro_batch,
+                c.state,
+                c.rate,
+                c.sequence_parallel,
+                tuple(sorted((n, str(p)) for n, p in here.items())),
             )
-            solution = problem.solve(self.stack)
+            if key not in self._blocks:
+                self._blocks[key] = BlockProblem(
+                    facts,
+                    block,
+                    pricer,
+                    price,
+                    c.mesh.tp,
+                    state,
+                    seconds_per_byte=c.rate,
+                    sequence_parallel=c.sequence_parallel,
+                    fixed=here,
+                    ep=c.mesh.ep,
+                ).solve()
+            solution = self._blocks[key]
             if solution is None:
                 return None
             by_kind[block.kind] = solution
         return tuple(by_kind[block.kind] for block, _ in self.chain)
+
+    def _parameters(self, block: Block) -> frozenset[str]:
+        graph = self.collapsed.graph
+        return frozenset(
+            name
+            for op in graph.ops[block.start : block.stop]
+            for name in op.inputs
+            if graph.tensor(name).kind is TensorKind.PARAMETER
+        )
+
+    def floors(self, c: Configuration) -> tuple[float, ...]:
+        """Per run, seconds that no placement of one block can beat."""
+        key = (c.mesh.tp, c.mesh.ep, c.mesh.cp, c.micro_batch)
+        if key not in self._floors:
+            pricer = self._pricer(c.micro_batch, c.mesh.cp)
+            facts = self._facts[(c.micro_batch, c.mesh.cp)]
+            self._floors[key] = tuple(
+                BlockProblem(
+                    facts,
+                    block,
+                    pricer,
+                    lambda kind, nbytes: 0.0,
+                    c.mesh.tp,
+                    BoundaryState("replicated"),
+                    ep=c.mesh.ep,
+                ).floor()
+                for block, _ in self.chain
+            )
+        return self._floors[key]
 
     # ---- whole steps -----------------------------------------------------------
 
@@ -239,7 +287,8 @@ class Job:
 
     def memory_setup(self, c: Configuration) -> MemorySetup:
         return MemorySetup(
-            graph=self.graph,
+            graph=self.collapsed.graph,
+            buffer_bytes=self.collapsed.buffer_bytes,
             device=self.device,
             mesh=c.mesh,
             zero=c.zero,
@@ -345,7 +394,7 @@ class Job:
         sends = [
             s.output_bytes
             for s, (block, _) in zip(solutions, self.chain, strict=True)
-            if block.stop < len(self.graph.ops)
+            if block.stop < len(self.collapsed.graph.ops) or self.chain[-1][1] > 1
         ]
         send_s = self.comm(c.mesh).p2p(max(sends, default=0.0))
         gradients: list[float] = []
@@ -440,28 +489,6 @@ def _recipe(precision: str) -> str:
     return {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(precision, "fp32")
 
 
-def block_chain(graph: OpGraph) -> tuple[tuple[Block, int], ...]:
-    """Runs of consecutive blocks of one kind: (first block, how many)."""
-    chain: list[tuple[Block, int]] = []
-    for block in graph.blocks:
-        if chain and chain[-1][0].kind == block.kind:
-            chain[-1] = (chain[-1][0], chain[-1][1] + 1)
-        else:
-            chain.append((block, 1))
-    return tuple(chain)
-
-
-def cross_block_ties(graph: OpGraph) -> tuple[str, ...]:
-    """Parameters that ops of more than one block read."""
-    where: dict[str, set[int]] = {}
-    for block in graph.blocks:
-        for op in graph.ops[block.start : block.stop]:
-            for name in op.inputs:
-                if graph.tensor(name).kind == "parameter":
-                    where.setdefault(name, set()).add(block.index)
-    return tuple(sorted(n for n, blocks in where.items() if len(blocks) > 1))
-
-
 def state_is_legal(facts: GraphFacts, state: BoundaryState, size: int) -> bool:
     """Whether every activation that crosses a block boundary can have this state,
     and at least one is divided by it (or it is plain replication)."""
@@ -469,16 +496,13 @@ def state_is_legal(facts: GraphFacts, state: BoundaryState, size: int) -> bool:
     if state.name == "replicated":
         return True
     divided = False
-    for block in graph.blocks:
-        for op in graph.ops[block.start : block.stop]:
-            for name in op.outputs:
-                users = facts.consumers.get(name, ())
-                if all(block.start <= u < block.stop for u in users):
-                    continue
-                axis = facts.batch_axis.get(name, -1)
-                if not state.legal(graph, name, axis, size):
-                    return False
-                divided |= state.placement(graph, name, axis).kind == "S"
+    for name in facts.leaving:
+        if name not in facts.producer:
+            continue
+        axis = facts.batch_axis(name)
+        if not state.legal(graph, name, axis, size):
+            return False
+        divided |= state.placement(graph, name, axis).kind == "S"
     return divided
 
 

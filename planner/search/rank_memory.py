@@ -30,6 +30,7 @@ class MemorySetup:
     """What all ranks of a configuration share."""
 
     graph: OpGraph
+    buffer_bytes: int
     device: DeviceSpec
     mesh: Mesh
     zero: int
@@ -125,7 +126,6 @@ def rank_memory(
         send = max(send, solution.output_bytes)
         unit = max(unit, sum(p.numel for p in solution.parameters))
     has_loss = any(s.logits_bytes > 0 for s, _ in held)
-    buffers = sum(t.nbytes for t in setup.graph.tensors if t.kind == "buffer")
     return training_memory(
         MemoryInputs(
             device_memory_bytes=setup.device.memory_bytes,
@@ -143,7 +143,7 @@ def rank_memory(
             logits_bytes=logits if has_loss else 0.0,
             logits_saved_bytes=logits_saved if has_loss else 0.0,
             p2p_buffer_bytes=2 * send if setup.mesh.pp > 1 else 0.0,
-            buffers_bytes=buffers,
+            buffers_bytes=setup.buffer_bytes,
             arch=setup.device.arch,
             communicators=setup.communicators,
             fragmentation=setup.fragmentation,
