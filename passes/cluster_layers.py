@@ -107,9 +107,12 @@ def _merge(ops: Sequence[Op], runs: list[_Run]) -> list[_Run]:
         body = ops[run.start : run.stop]
         last = k == len(runs) - 1
         light = not _heavy(body)
-        edge = not result or (last and not run.key)
-        if (result and light and not edge and not (result[-1].key == "" and run.key)) or (result and run.key and result[-1].key == run.key):
-            result[-1].stop = run.stop
+        edge = last and not run.key
+        after = result[-1] if result else None
+        same = after is not None and run.key != "" and after.key == run.key
+        joins = light and not edge and not (after and after.key == "" and run.key)
+        if after is not None and (same or joins):
+            after.stop = run.stop
         else:
             result.append(replace(run))
     return result

@@ -89,7 +89,7 @@ def lower(traced: TracedModel) -> OpGraph:
         else:
             raw = collect(traced.at_batch(probe))
         rates = batch_rates(raw, other[0], (probe, other[1]))
-        if rates is not None:
+        if rates is not None and any(any(r) for r in rates.values()):
             graph = lower_raw(raw, rates, probe, traced.tensors, traced.warnings)
             return with_batch(graph, traced.batch)
     fixed = {n: (0,) * len(t.shape) for n, t in here.tensors.items()}

@@ -198,6 +198,13 @@ def expand(call: Call) -> Spec:
     return space(call, OpKind.VIEW, {next(iter(call.args)): source}, [labels])
 
 
+@rule("aten.broadcast_tensors")
+def broadcast_tensors(call: Call) -> Spec:
+    labels = positional(len(call.out))
+    inputs = [labels[len(labels) - r.rank :] for r in call.refs("tensors")]
+    return space(call, OpKind.VIEW, {"tensors": inputs}, [labels] * len(call.outputs))
+
+
 @rule("aten.repeat", "aten.tile")
 def repeat(call: Call) -> Spec:
     source, out = call.tensors[0].shape, call.out
