@@ -248,12 +248,12 @@ def check(
 
 @app.command()
 def explain(plan_file: PlanFile, as_json: AsJson = False) -> int:
-    """Say in words why a plan is as it is."""
+    """Say in words why a plan (or a prediction) is as it is."""
     from planner.explain import explain as sections_of
     from planner.explain import render
-    from planner.plan import load_plan
+    from planner.plan import load_document
 
-    sections = sections_of(load_plan(plan_file))
+    sections = sections_of(load_document(plan_file))
     if as_json:
         print_json({s.title: list(s.lines) for s in sections})
     else:

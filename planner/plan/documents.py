@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
@@ -143,6 +144,14 @@ def load_prediction(path: str | Path) -> Prediction:
     return _parse(Prediction, _read(Path(path)), str(path))
 
 
+def load_document(path: str | Path) -> Plan | Prediction:
+    """Reads a plan or a prediction, whichever the file says that it is."""
+    text, name = _read(Path(path)), str(path)
+    if _plain_data(text, name).get("document") == "prediction":
+        return _parse(Prediction, text, name)
+    return _parse(Plan, text, name)
+
+
 def parse_plan(text: str | bytes, name: str = "plan") -> Plan:
     """The plan in JSON ``text``; ``name`` is how errors call it."""
     return _parse(Plan, text, name)
@@ -166,9 +175,7 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _parse(kind: type[_AnyDocument], text: str | bytes, name: str) -> _AnyDocument:
-    import json
-
+def _plain_data(text: str | bytes, name: str) -> dict[str, Any]:
     try:
         data: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -177,7 +184,19 @@ def _parse(kind: type[_AnyDocument], text: str | bytes, name: str) -> _AnyDocume
         ) from error
     if not isinstance(data, dict):
         raise PlannerError("the plan file is not a plan", name, "plan it again")
-    _check_version(data.get("schema_version"), name)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    return cast("dict[str, Any]", data)
+
+
+def _parse(kind: type[_AnyDocument], text: str | bytes, name: str) -> _AnyDocument:
+    data = _plain_data(text, name)
+    _check_version(data.get("schema_version"), name)
+    expected, said = kind.model_fields["document"].default, data.get("document")
+    if said != expected and said in ("plan", "prediction"):
+        raise PlannerError(
+            f"the file holds a {said}, not a {expected}",
+            name,
+            "`planner optimize -o` writes plans, `planner predict --json` predictions",
+        )
     try:
         return kind.model_validate_json(text, strict=True)
     except ValidationError as error:

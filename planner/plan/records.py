@@ -5,7 +5,7 @@ Every record is frozen and refuses unknown fields, NaN and infinity.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -144,14 +144,18 @@ class MemoryRecord(Record):
     reserved_bytes: Bytes
     total_bytes: Bytes
     limit_bytes: Bytes
+    peak_moment: str = ""  # when in the step
 
     @classmethod
     def of(cls, lines: MemoryLines) -> MemoryRecord:
-        """Whole bytes: each line rounded up, the total their sum."""
-        values = {k: int(-(-v // 1)) for k, v in asdict(lines).items()}
-        named = {k: v for k, v in values.items() if k in cls.model_fields}
-        named["total_bytes"] = sum(named[name] for name in MEMORY_LINES)
-        return cls(**named)
+        """Whole bytes: lines rounded up, the limit down, the total the lines' sum."""
+        values = {name: ceil(getattr(lines, name)) for name in MEMORY_LINES}
+        return cls(
+            **values,
+            total_bytes=sum(values.values()),
+            limit_bytes=int(lines.limit_bytes),
+            peak_moment=lines.peak_moment,
+        )
 
     def lines(self) -> dict[str, int]:
         """The lines that add up to the total."""

@@ -39,7 +39,7 @@ LIMIT = 80 * 10**9
 
 
 def _memory(parameter_bytes: int) -> MemoryRecord:
-    lines = {
+    lines: dict[str, Any] = {
         "parameters_bytes": parameter_bytes,
         "gradients_bytes": 2 * parameter_bytes,
         "optimizer_bytes": 6 * parameter_bytes // 4,

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
+from cost_models.memory import MemoryLines
 from planner.errors import PlannerError
 from planner.plan import (
     MAX_FILE_BYTES,
@@ -28,6 +30,7 @@ from planner.plan import (
     wildcard,
 )
 from planner.plan.jsontext import dumps
+from planner.workload import Parallelism
 from tests.unit.planner.plan_samples import sample
 
 
@@ -38,6 +41,12 @@ def test_round_trip_keeps_content_and_bytes(tmp_path: Path) -> None:
     again = load_plan(file)
     assert again == plan
     assert again.to_json() == plan.to_json() == file.read_text("utf-8")
+
+
+def test_tuples_of_a_parallelism_round_trip() -> None:
+    p = Parallelism(pp=2, recompute=(3, 1), layers_per_stage=(4, 3))
+    plan = sample().model_copy(update={"parallelism": p})
+    assert parse_plan(plan.to_json()).parallelism == p
 
 
 def test_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
@@ -118,7 +127,8 @@ def test_a_long_model_stays_small() -> None:
         ({"schema_version": True}, ["schema_version True", "plan again"]),
         ({"surprise": 1}, ["schema at surprise"]),
         ({"stages": "none"}, ["schema at stages"]),
-        ({"document": "prediction"}, ["schema at document"]),
+        ({"document": "prediction"}, ["holds a prediction, not a plan"]),
+        ({"document": "novel"}, ["schema at document"]),
     ],
 )
 def test_files_of_another_shape_are_refused(
@@ -197,9 +207,30 @@ def test_summary_is_a_screenful() -> None:
         assert part in text
 
 
+def test_memory_lines_become_whole_bytes() -> None:
+    lines = MemoryLines(
+        parameters_bytes=0.5,
+        gradients_bytes=1.0,
+        optimizer_bytes=2.2,
+        activations_bytes=0.0,
+        logits_bytes=0.0,
+        gather_buffers_bytes=0.0,
+        workspace_bytes=0.0,
+        reserved_bytes=3.0,
+        total_bytes=6.7,
+        limit_bytes=80.9,
+        peak_moment="backward",
+    )
+    record = MemoryRecord.of(lines)
+    assert record.lines()["parameters_bytes"] == 1
+    assert record.total_bytes == 1 + 1 + 3 + 3
+    assert record.limit_bytes == 80
+    assert record.peak_moment == "backward"
+
+
 def test_verdict_names_the_lines_that_miss() -> None:
     gib = 2**30
-    lines = {
+    lines: dict[str, Any] = {
         "parameters_bytes": 50 * gib,
         "gradients_bytes": 0,
         "optimizer_bytes": 40 * gib,
