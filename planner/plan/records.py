@@ -42,7 +42,7 @@ class BlockRecord(Record):
 
 
 class ModelRecord(Record):
-    """The model as traced. ``source``: what names it again (``preset:gpt2``, a config
+    """The model as traced. ``source``: the text that names it again (``gpt2``, a config
     file ...), or ``object:CLASS`` for a module that the caller handed in.
     ``blocks`` in execution order. ``tied``: tensor name to its other names."""
 
