@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from passes.ir import Block, Op, Operand, OpGraph, OpKind
 
@@ -96,6 +97,35 @@ def _runs(ops: Sequence[Op], keys: Sequence[str]) -> list[_Run]:
     return runs
 
 
+def _repeats(ops: Sequence[Op], keys: Sequence[str]) -> list[str]:
+    """Number the passes through a layer that is called again and again.
+
+    A pass begins where the layer's first op with a parameter recurs in its run.
+    """
+    result = list(keys)
+    for key in dict.fromkeys(keys):
+        inside = [i for i, k in enumerate(keys) if k == key]
+        marks = [
+            (ops[i].target, ops[i].module, tuple(n for n in ops[i].inputs if "." in n))
+            for i in inside
+        ]
+        first = next((k for k, m in enumerate(marks) if m[1] and m[2]), None)
+        if not key or first is None:
+            continue
+        starts = [k - first for k, m in enumerate(marks) if m == marks[first]]
+        period = starts[1] if len(starts) > 1 else 0
+        regular = all(b - a == period for a, b in pairwise(starts))
+        alike = regular and all(
+            [m[:2] for m in marks[k : k + period]] == [m[:2] for m in marks[:period]]
+            for k in starts[:-1]
+        )
+        for number, k in enumerate(starts[1:] if alike else (), start=2):
+            stop = starts[number] if number < len(starts) else len(marks)
+            for i in inside[k:stop]:
+                result[i] = f"{key}#{number}"
+    return result
+
+
 def _heavy(ops: Sequence[Op]) -> bool:
     return any(op.kind in _MATRIX for op in ops)
 
@@ -135,7 +165,7 @@ def partition(ops: Sequence[Op]) -> list[tuple[str, int, int]]:
     """(name, start, stop) of every block, names unique."""
     paths = [op.module for op in ops]
     layers = container_prefixes(paths)
-    keys = [layer_of(p, layers) for p in paths]
+    keys = _repeats(ops, [layer_of(p, layers) for p in paths])
     if len(set(keys) - {""}) < 2:
         keys = _top_level(paths)
     runs = _merge(ops, _runs(ops, keys))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from passes.errors import PassError
 from passes.ir import DTYPE_BYTES, TensorKind
@@ -63,6 +64,14 @@ _INLINED = (
     "invoke_subgraph",
     "wrap",
 )
+# what a write through a view does to the view's base
+_VIEWS = {
+    "aten.slice.Tensor": "aten.slice_scatter.default",
+    "aten.select.int": "aten.select_scatter.default",
+    "aten.view.default": "aten.masked_scatter.default",
+    "aten.transpose.int": "aten.masked_scatter.default",
+    "aten.unsqueeze.default": "aten.masked_scatter.default",
+}
 _IGNORED = ("_guards_fn", "_assert", "sym_constrain", "_set_grad_enabled", "lazy_load")
 
 
@@ -74,12 +83,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def target_name(target: object) -> str:
     """``aten.linear.default`` for an overload, the bare name otherwise."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
+    if isinstance(target, OpOverload):
+        return f"{target}"
     name = getattr(target, "name", None)
     if callable(name):
         return str(name())
     return str(getattr(target, "__name__", target))
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A tensor value during reading."""
+
+    name: str
+    value: torch.Tensor
 
 
 class _Reader:
@@ -129,6 +146,7 @@ class _Reader:
                 values[node] = None
             else:
                 values[node] = self.call(node, resolve, path)
+                self.write(node, values, path)
         return None
 
     def placeholder(self, node: fx.Node) -> object:
@@ -196,6 +214,58 @@ class _Reader:
         )
         return result
 
+    def write(self, node: fx.Node, values: dict[fx.Node, object], path: str) -> None:
+        """After an in-place op, later readers see its result.
+
+        Where it wrote through a view, the view's base gets a new version: a scatter of
+        the result into the base.
+        """
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or not node.args:
+            return
+        target, result = node.args[0], values[node]
+        while isinstance(target, fx.Node) and isinstance(result, _Named):
+            if not isinstance(values.get(target), _Named):
+                return
+            values[target] = result
+            base = target.args[0] if target.args else None
+            if target_name(target.target) not in _VIEWS or not isinstance(
+                base, fx.Node
+            ):
+                return
+            old = values.get(base)
+            if not isinstance(old, _Named):
+                return
+            result = self.scatter(target, old, result, path)
+            target = base
+
+    def scatter(self, view: fx.Node, base: _Named, source: _Named, path: str) -> _Named:
+        """A new version of ``base`` with ``source`` written through ``view``."""
+        tensors = self.graph.tensors
+        old, new = tensors[base.name], tensors[source.name]
+        if old.shape == new.shape and view.target is torch.ops.aten.slice.Tensor:
+            return source  # the whole base was written
+        name = self.fresh(f"{source.name.partition('.')[0]}.written")
+        self.tensor(name, base.value, TensorKind.ACTIVATION)
+        tensors[name].requires_grad = old.requires_grad or new.requires_grad
+        args: dict[str, object] = {
+            "self": Ref(0, old.shape, old.dtype),
+            "src": Ref(1, new.shape, new.dtype),
+            "dim": bind(view).get("dim", 0),
+        }
+        self.graph.ops.append(
+            RawOp(
+                name,
+                _VIEWS[target_name(view.target)],
+                False,
+                args,
+                [base.name, source.name],
+                [name],
+                module_path(view) or path,
+            )
+        )
+        return _Named(name, base.value)
+
     def results(
         self, node: fx.Node, op_name: str, value: object
     ) -> tuple[list[str], object]:
@@ -210,7 +280,7 @@ class _Reader:
         assert isinstance(value, (list, tuple))
         names: list[str] = []
         items: list[object] = []
-        for k, item in enumerate(value):  # type: ignore[misc]
+        for k, item in enumerate(cast(Sequence[object], value)):
             if not isinstance(item, torch.Tensor):
                 items.append(_number(item))
                 continue
@@ -230,14 +300,6 @@ class _Reader:
         if name == "invoke_subgraph" and rest and isinstance(rest[0], str):
             rest = rest[1:]
         return self.read(body, [resolve(a) for a in rest], path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A tensor value during reading."""
-
-    name: str
-    value: torch.Tensor
 
 
 def _has_tensor(value: object) -> bool:

@@ -10,7 +10,7 @@ and node names continue torch.fx's numbering.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import PassError
@@ -170,16 +170,17 @@ def _made(op: Op, tensors: Mapping[str, Tensor]) -> list[str]:
     return [*op.outputs, *dict.fromkeys(hidden)]
 
 
-def renamed(op: Op, name: str, tensor: Mapping[str, str] | object, module: str) -> Op:
+def renamed(op: Op, name: str, tensor: Callable[[str], str], module: str) -> Op:
     """The op under other names; ``tensor`` maps a tensor's name."""
-    assert callable(tensor)
 
     def operands(items: Sequence[Operand]) -> tuple[Operand, ...]:
         return tuple(Operand(tensor(o.tensor), o.axes) for o in items)
 
     attrs = op.attrs
     if any(k == "weight" for k, _ in attrs):
-        attrs = tuple((k, tensor(v) if k == "weight" and v else v) for k, v in attrs)
+        attrs = tuple(
+            (k, tensor(str(v)) if k == "weight" and v else v) for k, v in attrs
+        )
     return replace(
         op,
         name=name,

@@ -48,6 +48,7 @@ def _groups(graph: OpGraph, start: int, stop: int) -> list[list[int]]:
     members: list[list[int]] = []
     level: list[int] = []
     volume: list[int] = []
+    rows: list[set[int]] = []  # sizes that reductions in the group left
     maker: dict[str, int] = {}
     for i in range(start, stop):
         op = graph.ops[i]
@@ -61,7 +62,7 @@ def _groups(graph: OpGraph, start: int, stop: int) -> list[list[int]]:
                 g = group_of[source]
                 fits = (
                     graph.ops[source].kind in _BODY
-                    and volume[g] in (0, size)
+                    and (volume[g] in (0, size) or size in rows[g])
                     and level[g] == deepest
                 )
                 if fits and g > chosen:
@@ -71,10 +72,13 @@ def _groups(graph: OpGraph, start: int, stop: int) -> list[list[int]]:
             members.append([])
             level.append(deepest + 1)
             volume.append(0)
+            rows.append(set())
         members[chosen].append(i)
         group_of[i] = chosen
         if op.kind not in _FREE:
-            volume[chosen] = size
+            volume[chosen] = max(volume[chosen], size)
+        if op.kind is OpKind.REDUCE:
+            rows[chosen] |= {prod(graph.tensor(n).shape) for n in op.outputs}
         for name in op.outputs:
             maker[name] = i
     return members

@@ -11,12 +11,14 @@ gradient of a grouped convolution is not multiplied by the number of groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log2, prod
 from typing import NamedTuple
 
 from passes.ir import Attr, DimKind, IterationSpace, OpKind
 
 Attrs = dict[str, Attr]
+Shape = tuple[int, ...]
 
 
 class Work(NamedTuple):
@@ -51,7 +53,7 @@ def product_sizes(space: IterationSpace) -> tuple[int, int, int, int]:
 
 
 def derived_attrs(
-    kind: OpKind, space: IterationSpace, shapes: list[tuple[int, ...]], fixed: Attrs
+    kind: OpKind, space: IterationSpace, shapes: Sequence[Shape], fixed: Attrs
 ) -> Attrs:
     """Attributes by kind, from the space, the operands' shapes and the fixed ones.
 
@@ -73,9 +75,7 @@ def derived_attrs(
     return fixed
 
 
-def _conv_attrs(
-    space: IterationSpace, shapes: list[tuple[int, ...]], fixed: Attrs
-) -> Attrs:
+def _conv_attrs(space: IterationSpace, shapes: Sequence[Shape], fixed: Attrs) -> Attrs:
     x, w, y = shapes[0], shapes[1], shapes[len(space.inputs)]
     rank = len(w) - 2
     return {
@@ -90,16 +90,17 @@ def _conv_attrs(
     } | {name: fixed[name] for name in ("stride", "padding", "dilation")}
 
 
-def _attention_attrs(shapes: list[tuple[int, ...]]) -> Attrs:
+def _attention_attrs(shapes: Sequence[Shape]) -> Attrs:
     q, k, v = shapes[:3]
+    rank = len(q)
     return {
-        "batch": prod(q[:-3]) if len(q) > 3 else q[0],
-        "q_heads": q[-3] if len(q) > 3 else 1,
-        "kv_heads": k[-3] if len(k) > 3 else 1,
-        "q_len": q[-2],
-        "kv_len": k[-2],
-        "qk_dim": q[-1],
-        "v_dim": v[-1],
+        "batch": prod(q[: rank - 3]) if rank > 3 else q[0],
+        "q_heads": q[rank - 3] if rank > 3 else 1,
+        "kv_heads": k[rank - 3] if rank > 3 else 1,
+        "q_len": q[rank - 2],
+        "kv_len": k[rank - 2],
+        "qk_dim": q[rank - 1],
+        "v_dim": v[rank - 1],
     }
 
 
@@ -141,13 +142,13 @@ def pointwise_flops(
     kind: OpKind,
     target: str,
     space: IterationSpace,
-    shapes: list[tuple[int, ...]],
+    shapes: Sequence[Shape],
 ) -> int:
     """Vector work: arithmetic ops per element of the largest operand that sets it."""
     count = len(space.inputs)
     inputs = [prod(s) for s in shapes[:count]]
     outputs = [prod(s) for s in shapes[count:]]
-    if kind is OpKind.SORT and inputs and shapes[0]:
+    if kind is OpKind.SORT and inputs:
         coupled = [d.size for d in space.dims if d.kind is DimKind.COUPLED]
         return inputs[0] * max(1, round(log2(max(2, prod(coupled)))))
     each = _PER_ELEMENT.get(kind, 0)
@@ -166,7 +167,7 @@ def op_work(
     target: str,
     space: IterationSpace,
     attrs: Attrs,
-    shapes: list[tuple[int, ...]],
+    shapes: Sequence[Shape],
     wants: tuple[bool, ...],
 ) -> Work:
     """FLOPs of one op.
@@ -185,7 +186,7 @@ def op_work(
         backward = volume * (3 * e + 2 * v) if any(wants[:3]) else 0
         return Work(volume * (e + v), backward, pointwise)
     if kind is OpKind.SCAN:
-        rows = prod(shapes[0][:-1]) if shapes and shapes[0] else 0
+        rows = prod(shapes[0][:-1]) if shapes and len(shapes[0]) else 0
         forward = 2 * rows * _ints(attrs.get("macs_per_row", 0))
         return Work(forward, 2 * forward if any(wants) else 0, pointwise)
     return Work(0, 0, pointwise)

@@ -63,6 +63,10 @@ def random_create(call: Call) -> Spec:
     return space(call, OpKind.RANDOM, {}, [positional(len(call.out))])
 
 
+def _states(count: int) -> list[Labels]:
+    return [[None, "b", None] for _ in range(count)]
+
+
 @rule("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 def recurrent(call: Call) -> Spec:
     """A scan over the sequence: only the batch is parallel.
@@ -84,7 +88,7 @@ def recurrent(call: Call) -> Spec:
     hidden = call.args.get("hx")
     inputs: dict[str, Labels | list[Labels]] = {"input": labels}
     if isinstance(hidden, (list, tuple)):
-        inputs["hx"] = [[None, "b", None]] * len(call.refs("hx"))
+        inputs["hx"] = _states(len(call.refs("hx")))
     elif call.has("hx"):
         inputs["hx"] = [None, "b", None]
     return space(

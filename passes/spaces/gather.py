@@ -14,6 +14,7 @@ from passes.spaces.registry import (
     Ref,
     RuleMismatch,
     Spec,
+    items,
     lead,
     positional,
     rule,
@@ -59,21 +60,19 @@ def _index_labels(
 ) -> tuple[list[Label], list[list[Label]], list[Label]]:
     """Labels of an advanced-indexed tensor, its indices and the indexed view of it."""
     x = call.ref("self")
-    value = call.args.get(name)
-    if not isinstance(value, (list, tuple)):
-        raise RuleMismatch("indices")
-    items = list(value) + [None] * (x.rank - len(value))
-    if any(isinstance(v, Ref) and v.dtype in ("bool", "uint8") for v in items):
+    given = items(call.args.get(name)) or []
+    every = given + [None] * (x.rank - len(given))
+    if any(isinstance(v, Ref) and v.dtype in ("bool", "uint8") for v in every):
         raise RuleMismatch("boolean indices: the output's size depends on the data")
-    indexed = [k for k, v in enumerate(items) if isinstance(v, Ref)]
+    indexed = [k for k, v in enumerate(every) if isinstance(v, Ref)]
     if not indexed:
         raise RuleMismatch("no indices")
     names = positional(x.rank)
     source: list[Label] = [None if k in indexed else v for k, v in enumerate(names)]
-    rank = max(v.rank for v in items if isinstance(v, Ref))
+    rank = max(v.rank for v in every if isinstance(v, Ref))
     rows = [c for c in LETTERS if c not in names][:rank]
     indices: list[list[Label]] = [
-        list(rows[rank - v.rank :]) for v in items if isinstance(v, Ref)
+        list(rows[rank - v.rank :]) for v in every if isinstance(v, Ref)
     ]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     kept = [v for v in source if v is not None]
@@ -90,12 +89,12 @@ def index(call: Call) -> Spec:
 
 @rule("aten.index_put", "aten.index_put_", "aten._unsafe_index_put")
 def index_put(call: Call) -> Spec:
-    value = call.args.get("indices")
-    masks = [v for v in value if isinstance(v, Ref)] if isinstance(value, list) else []
+    masks = call.refs("indices")
     if any(m.dtype in ("bool", "uint8") for m in masks):
         tail = positional(call.ref("self").rank)
         k = masks[0].rank
-        labels: list[Label] = [None] * k + list(tail[k:])
+        labels: list[Label] = [None] * k
+        labels += tail[k:]
         return space(call, OpKind.GATHER, {"self": labels}, [labels])
     source, indices, view = _index_labels(call, "indices")
     values = call.ref("values")

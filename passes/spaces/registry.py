@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import cast
 
 from passes.ir import Attr, Axis, DimKind, OpKind
 
@@ -36,6 +37,13 @@ class Ref:
     @property
     def rank(self) -> int:
         return len(self.shape)
+
+
+def items(value: object) -> list[object] | None:
+    """A list argument's items; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return list(cast(Sequence[object], value))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +74,10 @@ class Call:
         return isinstance(self.args.get(name), Ref)
 
     def refs(self, name: str) -> list[Ref]:
-        value = self.args.get(name)
-        if not isinstance(value, (list, tuple)):
+        found = items(self.args.get(name))
+        if found is None:
             raise RuleMismatch(f"argument {name} is not a list of tensors")
-        return [v for v in value if isinstance(v, Ref)]
+        return [v for v in found if isinstance(v, Ref)]
 
     def int(self, name: str, default: int = 0) -> int:
         value = self.args.get(name)
@@ -86,12 +94,10 @@ class Call:
             return ()
         if isinstance(value, (int, float)):
             return (int(value),) * max(1, count)
-        if not isinstance(value, (list, tuple)) or not all(
-            isinstance(v, (int, float)) for v in value
-        ):
+        numbers = [int(v) for v in items(value) or () if isinstance(v, (int, float))]
+        if len(numbers) != len(items(value) or (None,)) and items(value) != []:
             raise RuleMismatch(f"argument {name} is not a list of numbers")
-        items = tuple(int(v) for v in value)
-        return items * count if len(items) == 1 and count else items
+        return tuple(numbers * count if len(numbers) == 1 and count else numbers)
 
     def axis(self, name: str, rank: int, default: int = 0) -> int:
         return self.int(name, default) % max(1, rank)
@@ -209,9 +215,8 @@ def space(
         value = call.args.get(name)
         if isinstance(value, Ref):
             chosen[value.index] = labels  # type: ignore[assignment]
-        elif isinstance(value, (list, tuple)):
-            items = [v for v in value if isinstance(v, Ref)]
-            for item, item_labels in zip(items, labels, strict=True):
+        elif items(value) is not None:
+            for item, item_labels in zip(call.refs(name), labels, strict=True):
                 chosen[item.index] = item_labels  # type: ignore[assignment]
     order = list(chosen) + [t.index for t in call.tensors if t.index not in chosen]
     for index, labels in chosen.items():

@@ -55,6 +55,23 @@ def test_a_model_without_layers_is_one_block() -> None:
     assert [b.name for b in graph.blocks] == ["model"]
 
 
+def test_a_layer_called_again_is_a_block_each_time() -> None:
+    class Again(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = self.layers[0](x).relu()
+            return x
+
+    args = (torch.zeros(4, 8, device="meta"),)
+    graph = cluster_layers(lower(trace(Again(), args)))
+    names = [b.name for b in graph.blocks]
+    assert names == ["layers.0", "layers.0#2", "layers.0#3", "head"]
+
+
 def test_kind_depends_on_structure_not_on_names() -> None:
     module = gpt(3)
     module.layers[1].requires_grad_(False)  # type: ignore[index,union-attr]

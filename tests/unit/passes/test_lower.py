@@ -202,6 +202,24 @@ def test_a_fixed_batch_is_said_and_not_rescaled() -> None:
         with_batch(fixed, 8)
 
 
+def test_a_write_through_a_view_reaches_the_readers_of_its_base() -> None:
+    class Write(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.zeros_like(x)
+            y[:, :2] = x[:, 2:4] * 2
+            return y + 1
+
+    graph = lower(trace(Write(), (torch.zeros(4, 6, device="meta"),)))
+    made = {n: o for o in graph.ops for n in o.outputs}
+    last = made[graph.outputs[0]]
+    scatter = made[last.inputs[0]]
+    assert scatter.target == "aten.slice_scatter.default"
+    assert [made[n].target.split(".")[1] for n in scatter.inputs] == [
+        "slice",
+        "copy_",
+    ]
+
+
 def test_batch_must_be_positive() -> None:
     with pytest.raises(PassError, match="at least 1"):
         with_batch(graph("gpt"), 0)
