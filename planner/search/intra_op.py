@@ -1,8 +1,11 @@
 """Chooses one strategy per node: exact where time allows, with a bound always.
 
-Order of work: exact reductions (:mod:`.intra.reductions`); elimination, which alone
-proves problems of low width whose limit does not bind; then CP-SAT with rows added
-lazily. :func:`solve` is the whole interface.
+Order of work: exact reductions (:mod:`.intra.reductions`); for cores of low width
+elimination, alone where the limit does not bind, else with prices and enumeration
+(:mod:`.intra.exact`); prices and large moves for a first choice
+(:mod:`.intra.descent`); CP-SAT with rows added lazily where the core is small enough
+to prove (:mod:`.intra.cp_sat`); and what time is left goes to more moves.
+:func:`solve` is the whole interface.
 """
 
 from __future__ import annotations
@@ -12,17 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from planner.search.intra.core import Core, core_of
-from planner.search.intra.cp_sat import CpModel
-from planner.search.intra.elimination import decode, eliminate, make_plan
+from planner.search.intra.clock import Clock
+from planner.search.intra.core import Core, components, core_of, restrict
+from planner.search.intra.descent import Descent
+from planner.search.intra.elimination import Plan, decode, eliminate, make_plan
 from planner.search.intra.evaluate import Evaluation, evaluate
+from planner.search.intra.exact import Progress, enumerate_below, lagrange
 from planner.search.intra.problem import IntArray, Problem, Solution
-from planner.search.intra.reductions import reduce
+from planner.search.intra.reductions import Graph, reduce
 from planner.search.intra.usage import Infeasible
 
 __all__ = ["Evaluation", "Problem", "Solution", "evaluate", "solve"]
 
-_TABLE_LIMIT = 2e6  # entries of one elimination table
+_TABLE_LIMIT = 1e6  # entries of one table where a core is eliminated exactly
+_TABLES_LIMIT = 2e7  # entries of all of them
+_MARGINALS_LIMIT = 150_000  # edge entries up to which CP-SAT is worth its time
+_TOLERANCE = 1e-9  # relative gap that counts as proved
 
 
 def solve(
@@ -35,67 +43,152 @@ def solve(
 ) -> Solution:
     """Solves ``problem`` within ``time_limit_s``.
 
-    With ``deterministic`` the limit counts CP-SAT's deterministic seconds and fixed
-    iteration counts, so that equal inputs give equal outputs on any machine; without
-    it, wall-clock seconds.
+    With ``deterministic`` the limit counts estimated work and CP-SAT's deterministic
+    seconds, so equal inputs give equal outputs on any machine; without it, wall-clock
+    seconds. ``workers`` are CP-SAT's threads.
     """
     start = time.perf_counter()
+    clock = Clock(time_limit_s, deterministic)
     try:
         graph = reduce(problem)
         core, live = core_of(graph)
-        stats: dict[str, Any] = {"nodes": core.count, "rows": core.capacity.size}
-        choice, bound = _minimise(core, time_limit_s, deterministic, workers, seed)
+        search = _Search(clock, workers, seed)
+        choice, bound = search.run(core)
     except Infeasible:
         return Solution(None, np.inf, np.inf, "infeasible", 0.0)
-    stats["wall_s"] = time.perf_counter() - start
+    stats: dict[str, Any] = {
+        "nodes": core.count,
+        "edges": len(core.edges),
+        "rows": int(core.capacity.size),
+        "stages": tuple(search.stages),
+        "wall_s": time.perf_counter() - start,
+    }
+    return _conclude(problem, graph, live, choice, bound, stats)
+
+
+def _conclude(
+    problem: Problem,
+    graph: Graph,
+    live: IntArray,
+    choice: IntArray | None,
+    bound: float,
+    stats: dict[str, Any],
+) -> Solution:
     bound += graph.constant
     if choice is None:
         return Solution(None, np.inf, bound, "unknown", np.inf, stats)
     full = graph.lift(dict(zip(live.tolist(), choice.tolist(), strict=True)))
     found = evaluate(problem, full)
     assert found.valid
+    gap = max(found.cost - bound, 0.0) / max(abs(found.cost), 1e-300)
     bound = min(bound, found.cost)
-    gap = (found.cost - bound) / max(abs(found.cost), 1e-300)
-    optimal = gap <= 1e-9
-    return Solution(
-        full,
-        found.cost,
-        bound,
-        "optimal" if optimal else "feasible",
-        0.0 if optimal else gap,
-        stats,
-    )
+    if gap <= _TOLERANCE:
+        return Solution(full, found.cost, bound, "optimal", 0.0, stats)
+    return Solution(full, found.cost, bound, "feasible", gap, stats)
 
 
-def _minimise(
-    core: Core, time_limit_s: float, deterministic: bool, workers: int, seed: int
-) -> tuple[IntArray | None, float]:
-    plan = make_plan(core, _TABLE_LIMIT)
-    if not plan.held:
+class _Search:
+    """The stages after the reductions, on one core at a time."""
+
+    def __init__(self, clock: Clock, workers: int, seed: int) -> None:
+        self.clock, self.workers, self.seed = clock, workers, seed
+        self.stages: list[str] = []
+
+    def run(self, core: Core) -> tuple[IntArray | None, float]:
+        """A choice (None where none was found) and a bound."""
+        if core.capacity.size or core.count == 0:
+            return self.connected(core)
+        whole = np.zeros(core.count, dtype=np.int64)
+        bound = 0.0
+        for nodes in components(core):
+            domains = [np.arange(core.cost[v].size) for v in nodes]
+            choice, level = self.connected(restrict(core, whole, nodes, domains))
+            if choice is None:
+                return None, -np.inf
+            whole[nodes] = choice
+            bound += level
+        return whole, bound
+
+    def connected(self, core: Core) -> tuple[IntArray | None, float]:
+        state = Progress(None, np.inf, -np.inf, np.zeros(core.capacity.size))
+        plan = make_plan(core, _TABLE_LIMIT)
+        if not plan.held and _entries(core, plan) <= _TABLES_LIMIT:
+            state = self.low_width(core, plan)
+            if state.closed:
+                return state.choice, state.bound
+        descent = Descent(core, self.clock, self.seed)
+        descent.resume(state)
+        if self.small(core):
+            descent.learn(0.95 * self.clock.left(), most=30)
+            self.cp_sat(core, descent)
+        else:
+            self.stages.append("descent")
+            descent.learn(0.5 * self.clock.left())
+        if not descent.closed:
+            self.improve(descent)
+        return descent.best, descent.bound
+
+    def low_width(self, core: Core, plan: Plan) -> Progress:
+        self.stages.append("elimination")
         tables = eliminate(core, plan, core.cost)
         if tables.value == np.inf:
             raise Infeasible
         choice = np.zeros(core.count, dtype=np.int64)
         decode(plan, tables, choice)
         if core.fits(choice):
-            return choice, tables.value
-    model = CpModel(core)
-    hint: IntArray | None = None
-    bound = -np.inf
-    left = time_limit_s
-    while left > 0:
-        answer = model.solve(
-            left,
-            hint=hint,
-            deterministic=deterministic,
-            workers=workers,
-            seed=seed,
-        )
-        left -= answer.time_s
-        if answer.closed and answer.choice is None:
-            raise Infeasible
-        bound = max(bound, answer.bound)
-        hint = answer.choice
-        if hint is None or not model.add_violated(hint):
-            return hint, bound
-    return None, bound
+            free = np.zeros(core.capacity.size)
+            return Progress(choice, tables.value, tables.value, free)
+        state = lagrange(core, plan)
+        if not state.closed:
+            self.stages.append("enumeration")
+            enumerate_below(core, plan, state)
+        return state
+
+    def small(self, core: Core) -> bool:
+        return sum(m.size for _, _, m in core.edges) <= _MARGINALS_LIMIT
+
+    def cp_sat(self, core: Core, descent: Descent) -> None:
+        """Solves with few rows, adds those that the answer overflows, and repeats."""
+        from planner.search.intra.cp_sat import CpModel
+
+        self.stages.append("cp-sat")
+        model = CpModel(core)
+        if core.capacity.size <= 100:
+            for t in range(core.capacity.size):
+                model.add_row(t)
+        hint = descent.best
+        stop = 0.2 * self.clock.left()
+        while self.clock.left() > stop and not descent.closed:
+            answer = model.solve(
+                self.clock.left() - stop,
+                hint=hint,
+                deterministic=self.clock.deterministic,
+                workers=self.workers,
+                seed=self.seed,
+            )
+            self.clock.charge(answer.work_s)
+            if answer.closed and answer.choice is None:
+                raise Infeasible
+            descent.bound = max(descent.bound, answer.bound)
+            if answer.choice is None:
+                return
+            hint = answer.choice
+            descent.offer(hint)
+            if not model.add_violated(hint):
+                if not answer.closed:
+                    return
+                break
+
+    def improve(self, descent: Descent) -> None:
+        """Spends what is left on finding, then bettering, a choice that fits."""
+        if descent.best is None:
+            descent.repair(0.0)
+        chunk = max(self.clock.left() / 8, 0.0)
+        while descent.best is not None and self.clock.left() > 0:
+            descent.roam(max(self.clock.left() - 1.5 * chunk, 0.0))
+            descent.polish(max(self.clock.left() - 0.5 * chunk, 0.0))
+
+
+def _entries(core: Core, plan: Plan) -> float:
+    sizes = core.sizes.astype(float)
+    return float(sum(sizes[[*s, v]].prod() for v, s in plan.scope.items()))

@@ -10,7 +10,6 @@ rows (columns) share their marginals, ``sum_q e(P, q) = sum_{p in P} s_i(p)``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ class Answer:
     choice: IntArray | None
     bound: float
     closed: bool
-    time_s: float
+    work_s: float
 
 
 def _scale(vectors: Sequence[FloatArray]) -> float:
@@ -51,7 +50,7 @@ def _scale(vectors: Sequence[FloatArray]) -> float:
 class CpModel:
     """A CP-SAT model of ``core``; costs are rounded down, so its bound is valid."""
 
-    def __init__(self, core: Core, row_budget: int = 400) -> None:
+    def __init__(self, core: Core) -> None:
         self.core = core
         self.model = cp_model.CpModel()
         self.scale = _scale([*core.cost, *(m for _, _, m in core.edges)])
@@ -60,7 +59,6 @@ class CpModel:
         self._objective: list[tuple[Any, int]] = []
         self._offset = 0
         self._added: set[int] = set()
-        self.row_budget = row_budget
         cost = [c.copy() for c in core.cost]
         for c in core.cost:
             literals = [self.model.new_bool_var("") for _ in range(c.size)]
@@ -214,4 +212,5 @@ class CpModel:
         bound = np.inf if status == cp_model.INFEASIBLE else -np.inf
         if found or status == cp_model.UNKNOWN:
             bound = solver.best_objective_bound / self.scale
-        return Answer(choice, bound, closed, solver.wall_time)
+        work_s = solver.response_proto.deterministic_time
+        return Answer(choice, bound, closed, work_s)

@@ -41,10 +41,11 @@ def make_plan(
     *,
     nodes: Sequence[int] | None = None,
     rng: random.Random | None = None,
+    leaning: float = 1.0,
 ) -> Plan:
     """Orders by the smallest table first. Where the smallest exceeds ``table_limit``
-    a node is held instead: the one with most neighbours, or with ``rng`` a random
-    one of the neighbourhood."""
+    a node is held instead: the one with most neighbours, or with ``rng`` one of the
+    neighbourhood drawn with weight degree ** ``leaning``."""
     inside = range(core.count) if nodes is None else nodes
     member = [False] * core.count
     for v in inside:
@@ -73,7 +74,7 @@ def make_plan(
             continue
         around = near[v]
         if key - noise[v] > bound:
-            gone = _to_hold(v, near, rng)
+            gone = _to_hold(v, near, rng, leaning)
             held.append(gone)
             touched = near.pop(gone)
             del latest[gone]
@@ -102,11 +103,13 @@ def make_plan(
     return Plan(tuple(order), ordered, tuple(sorted(held)), 2.0**largest)
 
 
-def _to_hold(v: int, near: dict[int, set[int]], rng: random.Random | None) -> int:
+def _to_hold(
+    v: int, near: dict[int, set[int]], rng: random.Random | None, leaning: float
+) -> int:
     options = sorted([v, *near[v]])
     if rng is None:
         return max(options, key=lambda j: (len(near[j]), -j))
-    return rng.choices(options, weights=[len(near[j]) for j in options])[0]
+    return rng.choices(options, weights=[len(near[j]) ** leaning for j in options])[0]
 
 
 @dataclass(frozen=True, slots=True)

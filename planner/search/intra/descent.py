@@ -1,0 +1,226 @@
+"""Prices on the limit and large moves: good choices for cores too big to prove.
+
+*Moves.* A random elimination order holds the nodes whose tables would be too large at
+their present choice and minimises exactly over all others at once. Orders that hold
+hubs and orders that hold the hubs' neighbours take turns.
+
+*Learning.* Message passing gives a bound and a first choice at given prices; prices
+rise on rows that overflow and fall on rows with room (a subgradient with Polyak's
+step), so the best bound seen is a Lagrangian bound of the whole problem.
+
+*Polishing.* From the best choice that fits, a move is repeated at higher or lower
+prices until it fits and costs less.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from planner.search.intra.bounds import Messages
+from planner.search.intra.clock import Clock
+from planner.search.intra.core import Core, make_core
+from planner.search.intra.elimination import (
+    Plan,
+    decode,
+    eliminate,
+    held_theta,
+    make_plan,
+)
+from planner.search.intra.exact import Progress
+from planner.search.intra.pricing import Pricer
+from planner.search.intra.problem import FloatArray, IntArray
+from planner.search.intra.usage import Items
+
+_MOVE_TABLE = 3e4  # entries of one table of a move
+_LEANINGS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # power of the degree in choosing whom to hold
+_STEP = 0.1  # share of Polyak's step
+_FADE = 0.7  # how fast the longest recent subgradient is forgotten
+_WARM_SWEEPS = 10
+_SECONDS_PER_NODE = 4e-5  # measured on one core: planning, tables and decoding
+_SECONDS_PER_EDGE = 1.2e-5  # measured on one core: one message each way
+
+
+class Descent:
+    """Search state over one core. ``best`` fits; ``bound`` is below the optimum."""
+
+    def __init__(self, core: Core, clock: Clock, seed: int) -> None:
+        self.core = core
+        self.clock = clock
+        self.rng = random.Random(seed)
+        self.soft = _soften(core)
+        self.pricer = Pricer(self.soft)
+        self.prices = np.zeros(core.capacity.size)
+        self.bound = -np.inf
+        self.best: IntArray | None = None
+        self.best_cost = np.inf
+        self.forbidden = _forbidden(core)
+        self.last = np.array([c.argmin() for c in core.cost], dtype=np.int64)
+        self._length = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best choice is proved optimal (to rounding)."""
+        return self.bound >= self.best_cost - 1e-12 * abs(self.best_cost)
+
+    def resume(self, state: Progress) -> None:
+        """Starts from what an earlier stage found."""
+        self.prices, self.bound = state.prices, state.bound
+        if state.choice is not None:
+            self.offer(state.choice)
+
+    # -- shared -------------------------------------------------------------------
+    def offer(self, choice: IntArray) -> bool:
+        """Keeps ``choice`` if it fits, is allowed and costs less."""
+        cost = self.pricer.price(choice)
+        if cost >= self.best_cost or cost >= self.forbidden or not self.fits(choice):
+            return False
+        self.best, self.best_cost = choice.copy(), cost
+        return True
+
+    def fits(self, choice: IntArray) -> bool:
+        return self.core.fits(choice)
+
+    def plan(self) -> Plan:
+        self.clock.charge(_SECONDS_PER_NODE * self.core.count)
+        return make_plan(
+            self.soft, _MOVE_TABLE, rng=self.rng, leaning=self.rng.choice(_LEANINGS)
+        )
+
+    def move(self, plan: Plan, theta: list[FloatArray], choice: IntArray) -> IntArray:
+        """The exact minimiser over the plan's nodes, the held ones at ``choice``."""
+        out = choice.copy()
+        held = held_theta(self.soft, plan, theta, choice)
+        decode(plan, eliminate(self.soft, plan, held), out)
+        self.clock.charge(_SECONDS_PER_NODE * self.core.count)
+        return out
+
+    def priced(self, choice: IntArray, prices: FloatArray) -> float:
+        """Cost plus charged use, less the capacity at the prices."""
+        over = self.core.load(choice) - self.core.capacity
+        return self.pricer.price(choice) + float(prices @ over)
+
+    # -- learning prices ------------------------------------------------------------
+    def learn(self, stop_left_s: float, most: int = 10**9) -> None:
+        """Alternates messages, moves and prices until ``stop_left_s`` remain."""
+        messages = Messages(self.core)
+        prices = self.prices
+        theta = self.pricer.theta(prices)
+        for _ in range(_WARM_SWEEPS):
+            self._sweep(messages, theta, prices)
+        self.last = messages.decode(theta)
+        self.offer(self.last)
+        for turn in range(most):
+            if self.clock.left() <= stop_left_s or self.closed:
+                return
+            theta = self.pricer.theta(prices)
+            self._sweep(messages, theta, prices)
+            starts = [self.last]
+            if turn < 4 or turn % 4 == 0:
+                starts.append(messages.decode(theta))
+            plan = self.plan()
+            moved = [self.move(plan, theta, start) for start in starts]
+            self.last = min(moved, key=lambda x: self.priced(x, prices))
+            self.offer(self.last)
+            if prices.size:
+                prices = self._step(prices, self.last, self.bound)
+
+    def _sweep(
+        self, messages: Messages, theta: list[FloatArray], prices: FloatArray
+    ) -> None:
+        level = messages.sweep(theta) - float(prices @ self.core.capacity)
+        self.clock.charge(_SECONDS_PER_EDGE * 2 * len(self.core.edges))
+        if level > self.bound:
+            self.bound, self.prices = level, prices
+
+    def _step(
+        self, prices: FloatArray, choice: IntArray, level: float
+    ) -> FloatArray:
+        unit = float(self.core.capacity.max())
+        over = (self.core.load(choice) - self.core.capacity) / unit
+        slope = np.where((prices > 0) | (over > 0), over, 0.0)
+        self._length = max(_FADE * self._length, float(slope @ slope), 1e-2)
+        scale = abs(level)
+        gap = max(min(self.best_cost, 3 * scale) - level, 0.01 * scale)
+        return np.maximum(0.0, prices + _STEP * gap / self._length / unit * slope)
+
+    def repair(self, stop_left_s: float, most: int = 10**9) -> None:
+        """From the last choice, raises prices where it overflows until one fits."""
+        prices, unit = self.prices.copy(), float(self.core.capacity.max(initial=1.0))
+        push = 0.01 * max(abs(self.bound), 1.0)
+        for _ in range(most):
+            if self.clock.left() <= stop_left_s:
+                return
+            self.last = self.move(self.plan(), self.pricer.theta(prices), self.last)
+            if self.offer(self.last):
+                return
+            if prices.size:
+                over = np.maximum(self.core.load(self.last) - self.core.capacity, 0.0)
+                prices = prices + push / unit * over / max(float(over.sum()), 1e-300)
+                push *= 1.1
+
+    # -- polishing --------------------------------------------------------------------
+    def roam(self, stop_left_s: float, most: int = 10**9) -> None:
+        """Moves while prices follow the overflow of the present choice."""
+        assert self.best is not None
+        choice, prices = self.best.copy(), self.prices.copy()
+        for _ in range(most):
+            if self.clock.left() <= stop_left_s:
+                break
+            choice = self.move(self.plan(), self.pricer.theta(prices), choice)
+            self.offer(choice)
+            if prices.size:
+                prices = self._step(prices, choice, self.priced(choice, prices))
+
+    def polish(self, stop_left_s: float, most: int = 10**9, tries: int = 5) -> None:
+        """Moves from the best choice, priced until they fit and pay."""
+        assert self.best is not None
+        prices = self.prices.copy()
+        unit = float(self.core.capacity.max()) if prices.size else 1.0
+        for _ in range(most):
+            if self.clock.left() <= stop_left_s:
+                break
+            plan, here = self.plan(), prices
+            for _ in range(tries):
+                choice = self.move(plan, self.pricer.theta(here), self.best)
+                if self.offer(choice):
+                    prices = here
+                    break
+                if not prices.size:
+                    break
+                over = (self.core.load(choice) - self.core.capacity) / unit
+                if (over > 0).any():
+                    slope = np.where(over > 0, over, 0.0)
+                    bump = 0.02 * abs(self.best_cost) / unit / float(slope.sum())
+                    here = here + bump * slope
+                elif here.any():
+                    here = here * 0.7
+                else:
+                    break
+
+
+def _forbidden(core: Core) -> float:
+    """More than any allowed choice costs."""
+    total = 1.0
+    for v in [*core.cost, *(m for _, _, m in core.edges)]:
+        finite = v[np.isfinite(v)]
+        if finite.size:
+            total += float(np.abs(finite).max())
+    return total
+
+
+def _soften(core: Core) -> Core:
+    """Infinite costs become large ones, so that moves can leave forbidden pairs."""
+    large = 2 * _forbidden(core)
+    use: dict[int, Items] = {}
+    for q, v in enumerate(core.item_node.tolist()):
+        at = int(core.item_offset[q])
+        span = (int(core.item_start[q]), int(core.item_end[q]))
+        use.setdefault(v, {})[span] = core.values[at : at + core.cost[v].size]
+    return make_core(
+        [np.where(np.isinf(c), large, c) for c in core.cost],
+        [(i, j, np.where(np.isinf(m), large, m)) for i, j, m in core.edges],
+        use,
+        core.capacity,
+    )
