@@ -22,6 +22,7 @@ from cost_models.gemm_core import (
     limit_s,
     machine,
     mainloop_s,
+    quantise_s,
 )
 from cost_models.records import DeviceSpec
 from cost_models.roofline import OpTime, dtype_bytes, op_time
@@ -93,7 +94,7 @@ def priced(
     compute = mainloop_s(on, m, n, k, batch)
     total = joined_s(on, compute, nbytes)
     if surface.grid:
-        at = (math.log2(m), math.log2(n), math.log2(k))
+        at = (math.log2(m * batch), math.log2(n), math.log2(k))
         total *= math.exp(interpolate(surface.knots, surface.grid, at))
     total = max(total, limit_s(on, flops, nbytes))
     memory = nbytes / on.hbm
@@ -122,15 +123,27 @@ def gemm_times(
     nbytes = ab * ((am * ak + ak * an) * dtype_bytes(dtype) + am * an * out_bytes)
     total = joined_s(on, mainloop_s(on, am, an, ak, ab), nbytes)
     if surface.grid:
-        points = np.log2(np.stack([am.ravel(), an.ravel(), ak.ravel()], axis=1))
+        points = np.log2(np.stack([(am * ab).ravel(), an.ravel(), ak.ravel()], axis=1))
         rows = cast("list[list[float]]", points.tolist())
         logs = [
             interpolate(surface.knots, surface.grid, (r[0], r[1], r[2])) for r in rows
         ]
-        correction = np.asarray(logs, dtype=np.float64)
-        correction.shape = am.shape
-        total = total * np.exp(correction)
+        total = total * np.exp(np.array(logs)[np.arange(am.size).reshape(am.shape)])
     return np.maximum(total, limit_s(on, 2.0 * am * an * ak * ab, nbytes))
+
+
+def quantise_time(device: DeviceSpec, m: int, k: int, dtype: str = "fp8") -> OpTime:
+    """The kernel that scales (per row) and casts m x k activations to ``dtype``.
+
+    t = floor + m x row cost + bytes / HBM, fitted with the 8-bit GEMMs, whose measured
+    rows include it. Fused into the previous kernel it costs nothing: the caller knows.
+    """
+    _check(m, 1, k, 1)
+    on, _ = _on(device, dtype)
+    total, nbytes = quantise_s(on, float(m), float(k)), 3.0 * m * k
+    total = max(total, nbytes / on.hbm)
+    launch = on.kernel_s * on.constants.quant_floor
+    return op_time(total, 0.0, nbytes / on.hbm, launch, 0.0, nbytes, on.peak)
 
 
 @lru_cache(maxsize=1 << 15)

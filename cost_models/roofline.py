@@ -25,6 +25,7 @@ DTYPE_BYTES: dict[str, float] = {
     "bf16": 2,
     "fp8": 1,
     "int8": 1,
+    "dp4a": 1,
     "fp4": 0.5,
     "int4": 0.5,
 }

@@ -75,9 +75,11 @@ def find_surface(kind: str, device: DeviceSpec, dtype: str) -> tuple[Surface, bo
     """The surface for ``dtype`` on ``device`` and whether it was measured on it."""
     table = surfaces(kind)
     names = dict.fromkeys((dtype, ALIKE.get(dtype, dtype)))
-    for name in names:
-        if (device.family, name) in table:
-            return table[device.family, name], True
+    own = (f"{device.family}-{device.form}", device.family)
+    for family in own:
+        for name in names:
+            if (family, name) in table:
+                return table[family, name], True
     for family in RELATIVES.get(device.arch, ()):
         for name in names:
             if (family, name) in table:

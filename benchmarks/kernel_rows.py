@@ -1,0 +1,161 @@
+"""Rows of the micro-benchmark tables, as arguments of the cost models.
+
+What a source measured is not always an average kernel time. ``Bias`` says how it differs
+(time = ratio x price + delta); the values are fitted by ``benchmarks/fit/fit_gemm.py``
+and stay here, outside the product.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from cost_models.hardware import DeviceSpec, load_device
+
+DATA = Path(__file__).parent / "data"
+BIAS_FILE = DATA / "measurement_bias.json"
+
+#: GPU names of the sources to device names.
+DEVICES: dict[str, str] = {
+    "A100-80GB": "A100-SXM-80GB",
+    "A100 SXM (40GB presumed)": "A100-SXM-40GB",
+    "A100 PCIe": "A100-PCIE-80GB",
+    "H100-80GB": "H100-SXM-80GB",
+    "V100-16GB (DGX-1)": "V100-SXM2-16GB",
+    "T4 (inference set)": "T4",
+}
+
+#: dtype names of DeepBench.
+DTYPES: dict[str, str] = {
+    "fp16 (mixed, fp32 acc)": "fp16",
+    "mixed/GEMM, Conv: Int8 multiplication, 32 bit": "dp4a",
+}
+
+SOURCES: dict[str, str] = {
+    "ai-dynamo": "aiconfigurator",
+    "EleutherAI": "cookbook",
+    "SimuMax": "simumax",
+    "microsoft/vidur": "vidur",
+    "Baidu": "deepbench",
+}
+
+Row = Mapping[str, str]
+
+
+class SkipRow(Exception):
+    """A row that can not be priced, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Measured = ratio x price + delta_s, with the reason."""
+
+    ratio: float = 1.0
+    delta_s: float = 0.0
+    reason: str = ""
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a ``.csv`` or ``.csv.gz`` file."""
+    file = Path(path)
+    opener = gzip.open if file.suffix == ".gz" else open
+    with opener(file, "rt", newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
+def source_name(row: Row) -> str:
+    """A short name of the row's source."""
+    for prefix, name in SOURCES.items():
+        if row["source"].startswith(prefix):
+            return name
+    return row["source"].split()[0].lower() if row["source"] else "unknown"
+
+
+def device_of(row: Row, dtype: str = "") -> DeviceSpec:
+    """The row's device. DeepBench's int8 GEMMs ran on DP4A: 4 MACs per FP32 lane."""
+    name = row["gpu"]
+    try:
+        device = load_device(DEVICES.get(name, name))
+    except Exception as error:
+        raise SkipRow(f"unknown GPU {name}: {error}") from error
+    if dtype == "dp4a":
+        peaks = (*device.peak_flops, ("dp4a", 4 * device.peak("fp32")))
+        device = replace(device, peak_flops=peaks)
+    return device
+
+
+def dtype_of(row: Row) -> str:
+    """The row's dtype as the cost models name it."""
+    name = row["dtype"].strip()
+    return DTYPES.get(name, name)
+
+
+@lru_cache(maxsize=1)
+def biases() -> Mapping[str, Bias]:
+    """Fitted measurement biases by source and, where it differs, GPU family."""
+    if not BIAS_FILE.exists():
+        return {}
+    found = json.loads(BIAS_FILE.read_text("utf-8"))
+    return {k: Bias(v["ratio"], v["delta_s"], v["reason"]) for k, v in found.items()}
+
+
+def bias_of(source: str, family: str) -> Bias:
+    """The measurement bias of a source, on a GPU family if that has its own."""
+    known = biases()
+    return known.get(f"{source}:{family}", known.get(source, Bias()))
+
+
+@dataclass(frozen=True, slots=True)
+class GemmRow:
+    """One measured GEMM."""
+
+    id: str
+    source: str
+    device: DeviceSpec
+    dtype: str
+    m: int
+    n: int
+    k: int
+    batch: int
+    layout: str
+    out_bytes: float
+    time_s: float
+    includes_quantisation: bool = False  # of the activations, before an fp8 GEMM
+
+
+def gemm_row(row: Row) -> GemmRow:
+    """A row of micro_gemm; raises SkipRow with the reason."""
+    dtype = dtype_of(row)
+    try:
+        sizes = [int(float(row[c])) for c in ("m", "n", "k")]
+        time_s = float(row["time_ms"]) / 1e3
+    except ValueError as error:
+        raise SkipRow(f"missing size or time: {error}") from error
+    device = device_of(row, dtype)
+    if not device.supports(dtype):
+        raise SkipRow(f"{device.name} has no {dtype}")
+    out = {"fp32": 4.0, "dp4a": 4.0}.get(dtype, 2.0)
+    if "out_dtype=fp32" in row["notes"]:
+        out = 4.0
+    if "accumulate=True" in row["notes"]:
+        out *= 2  # C is read and written
+    source = source_name(row)
+    if source == "deepbench":  # column-major: its m is the width of the weight
+        sizes = [sizes[1], sizes[0], sizes[2]]
+    return GemmRow(
+        row["id"],
+        source,
+        device,
+        dtype,
+        *sizes,
+        batch=int(float(row["batch"] or 1)),
+        layout=row["layout"][:2] or "NT",
+        out_bytes=out,
+        time_s=time_s,
+        includes_quantisation=source == "aiconfigurator" and dtype == "fp8",
+    )
