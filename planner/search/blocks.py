@@ -98,6 +98,7 @@ class BlockSolution:
     forward_kernels: int
     backward_kernels: int
     core_forward_s: float
+    core_flops: float
     comms: tuple[Comm, ...]
     forward_flops: float
     backward_flops: float
@@ -619,7 +620,7 @@ class BlockProblem:
     ) -> BlockSolution:
         """Price a given choice, term by term."""
         graph, size = self.graph, self.size
-        forward = backward = core = fflops = bflops = 0.0
+        forward = backward = core = core_flops = fflops = bflops = 0.0
         fkernels = bkernels = 0
         saved = selective = transient = logits = 0.0
         sync = 0.0
@@ -637,6 +638,7 @@ class BlockProblem:
             bflops += price.backward_flops
             if i in self.facts.core or op.kind is OpKind.ATTENTION:
                 core += price.forward_s
+                core_flops += price.forward_flops
             for kept in op.saved:
                 nbytes = graph.tensor(kept.tensor).nbytes * share(
                     kept, strategy, op, size
@@ -690,6 +692,7 @@ class BlockProblem:
             forward_kernels=fkernels,
             backward_kernels=bkernels,
             core_forward_s=core,
+            core_flops=core_flops,
             comms=comms,
             forward_flops=fflops,
             backward_flops=bflops,

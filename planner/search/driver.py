@@ -11,7 +11,7 @@ of the whole search.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -458,7 +458,3 @@ class Search:
         wanted = gpus * grow
         return wanted if wanted < node else -(-wanted // node) * node
 
-
-def without_layout(c: Configuration) -> Configuration:
-    """The shape with the plain schedule, for naming recipes."""
-    return replace(c, virtual=1, schedule="1f1b")

@@ -535,3 +535,66 @@ def scaled_context(graph: OpGraph, cp: int) -> OpGraph:
             backward_flops=op.backward_flops * cp,
         )
     return graph.with_ops(tuple(ops))
+
+
+def stage_sizes(
+    job: Job, pp: int, layers: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Blocks per stage: layers of the longest run as given or as even as possible, the
+    blocks before them on the first stage, those after on the last."""
+    counts = [n for _, n in job.chain]
+    main = max(range(len(counts)), key=lambda i: counts[i])
+    before, after = sum(counts[:main]), sum(counts[main + 1 :])
+    if counts[main] < pp:  # no long run: cut all blocks evenly
+        total = sum(counts)
+        base, extra = divmod(total, pp)
+        return tuple(base + (k < extra) for k in range(pp))
+    if layers is None:
+        base, extra = divmod(counts[main], pp)
+        # the ends hold the embedding and the head: spare layers go to the middle
+        order = sorted(range(pp), key=lambda k: (k in (0, pp - 1), k))
+        sizes = [base] * pp
+        for k in order[:extra]:
+            sizes[k] += 1
+    else:
+        if sum(layers) != counts[main] or len(layers) != pp:
+            raise PlannerError(
+                "layers per stage do not add up to the model's layers",
+                f"{sum(layers)} of {counts[main]} on {len(layers)} stages",
+                f"give {pp} counts that add up to {counts[main]}",
+            )
+        sizes = list(layers)
+    sizes[0] += before
+    sizes[-1] += after
+    return tuple(sizes)
+
+
+def recompute_layout(
+    job: Job, sizes: Sequence[int], recompute: str | Sequence[int]
+) -> tuple[Counts, ...]:
+    """Counts for one recompute mode, or for a number of full ones on each stage."""
+    if isinstance(recompute, str):
+        mode = ("none", "selective", "full").index(recompute)
+        layout = job.layout_of(sizes, [mode] * len(sizes))
+        return tuple(_only_layers(job, counts) for counts in layout)
+    layout = job.layout_of(sizes, [0] * len(sizes))
+    main = max(range(len(job.chain)), key=lambda i: job.chain[i][1])
+    result: list[Counts] = []
+    for counts, full in zip(layout, recompute, strict=True):
+        rows = list(counts)
+        held = sum(rows[main])
+        if full > held:
+            raise PlannerError(
+                "more recomputed layers than the stage has", f"{full} of {held}"
+            )
+        rows[main] = (held - full, 0, full)
+        result.append(tuple(rows))
+    return tuple(result)
+
+
+def _only_layers(job: Job, counts: Counts) -> Counts:
+    """Recompute is for repeated layers: single blocks keep their activations."""
+    return tuple(
+        row if count > 1 or len(job.chain) > 8 else (sum(row), 0, 0)
+        for row, (_, count) in zip(counts, job.chain, strict=True)
+    )

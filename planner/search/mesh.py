@@ -98,7 +98,7 @@ class MeshComm:
         if self.mesh.pp == 1 or nbytes <= 0:
             return 0.0
         same_node = self.mesh.stride("pp") < self.cluster.gpus_per_node
-        return p2p_time(self.cluster, nbytes, same_node)
+        return p2p_time(self.cluster, nbytes, same_node).time_s
 
 
 def divisors(n: int) -> list[int]:
