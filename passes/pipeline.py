@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from passes.backward import annotate_saved
 from passes.cluster_layers import cluster_layers
 from passes.expand import expand
 from passes.format import format_graph
@@ -18,6 +19,10 @@ from passes.lower import lower
 from passes.traced import TracedModel
 
 GraphPass = Callable[[OpGraph, TracedModel], OpGraph]
+
+
+def _saved(graph: OpGraph, traced: TracedModel) -> OpGraph:
+    return annotate_saved(graph, traced)
 
 
 def _expand(graph: OpGraph, traced: TracedModel) -> OpGraph:
@@ -33,6 +38,7 @@ def _fuse(graph: OpGraph, _: TracedModel) -> OpGraph:
 
 
 GRAPH_PASSES: tuple[tuple[str, GraphPass], ...] = (
+    ("saved", _saved),
     ("expand", _expand),
     ("cluster_layers", _cluster),
     ("fuse", _fuse),
