@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from cost_models.attention import AttentionConstants, cache_write, fused
 from cost_models.hardware import DeviceSpec, load_device
+from cost_models.roofline import dtype_bytes
 
 DATA = Path(__file__).parent / "data"
 BIAS_FILE = DATA / "measurement_bias.json"
@@ -159,3 +161,64 @@ def gemm_row(row: Row) -> GemmRow:
         time_s=time_s,
         includes_quantisation=source == "aiconfigurator" and dtype == "fp8",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """One measured attention call; ``cached``: new K and V are also written to a cache."""
+
+    id: str
+    source: str
+    device: DeviceSpec
+    dtype: str
+    sizes: tuple[int, int, int, int, int, int, int]
+    kernel: str
+    cached: bool
+    time_s: float
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of K and V that the call reads."""
+        batch, _, kv_heads, _, kv_len, qk, v = self.sizes
+        return batch * kv_heads * kv_len * (qk + v) * dtype_bytes(self.dtype)
+
+
+def attention_row(row: Row) -> AttentionRow:
+    """A row of micro_attention; raises SkipRow with the reason."""
+    try:
+        batch, q_len, kv_len, heads, kv_heads, dim = (
+            int(float(row[c]))
+            for c in ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim")
+        )
+        time_s = float(row["time_ms"]) / 1e3
+    except ValueError as error:
+        raise SkipRow(f"missing size or time: {error}") from error
+    dtype, device = dtype_of(row), device_of(row)
+    if not device.supports(dtype):
+        raise SkipRow(f"{device.name} has no {dtype}")
+    old = device.arch in ("pascal", "volta", "turing")
+    return AttentionRow(
+        row["id"],
+        source_name(row),
+        device,
+        dtype,
+        (batch, heads, kv_heads, q_len, kv_len, dim, dim),
+        "efficient" if old else "flash",
+        row["phase"].startswith("prefill") and row["kernel"].startswith("vllm"),
+        time_s,
+    )
+
+
+def measured_attention_s(
+    row: AttentionRow, constants: AttentionConstants, warm: float
+) -> float:
+    """What the source would time: the kernel, the cache write of prefill, and decode
+    reads from L2 (``warm`` x the cold time) where the whole KV cache fits there."""
+    slower = row.kernel == "efficient"
+    op = fused(row.device, constants, row.sizes, row.dtype, True, slower)
+    time_s = op.time_s
+    if row.sizes[3] == 1 and row.kv_bytes <= row.device.l2_bytes:
+        time_s = op.launch_s + (time_s - op.launch_s) * warm
+    if row.cached:
+        time_s += cache_write(row.device, constants, row.kv_bytes).time_s
+    return time_s

@@ -317,7 +317,8 @@ def main() -> None:
         k: {"ratio": b.ratio, "delta_s": b.delta_s, "reason": b.reason}
         for k, b in bias.items()
     }
-    BIAS_FILE.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
+    known = json.loads(BIAS_FILE.read_text("utf-8")) if BIAS_FILE.exists() else {}
+    BIAS_FILE.write_text(json.dumps(known | stored, indent=1) + "\n", "utf-8")
     print(json.dumps(stored))
     out: list[object] = []
     packed = {key: merged(g, bias) for key, g in groups.items()}
