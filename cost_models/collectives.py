@@ -7,9 +7,10 @@ Letters: S the full tensor in bytes, n ranks, k of them in each node, m = n / k 
     broadcast                    wire W = S,           steps = n - 1
     all_to_all                   wire W = (n-1)/n S,   one exchange
 
-A ring of one protocol takes  base + steps x hop + W / (efficiency x link),  and with the
+A ring of one protocol takes  base + steps x hop + W / (efficiency x link), with the
 ``simple`` protocol  + (S/n) / copy  for the rank's own share. LL and LL128 are the
-latency protocols: the better of the two runs until a rank holds ``simple_from_bytes``.
+latency protocols: the better of the two runs until a rank holds ``simple_from_bytes``
+(eight ranks' worth at most; across nodes the fastest of the three runs).
 Eight ranks or more on a switch that reduces (NVLS) may send S once instead of W.
 
 Between nodes the k ranks of a node drive their ports together: the network's part is
@@ -209,41 +210,55 @@ def _crossings(path: Path, kind: Collective) -> tuple[float, float, str]:
     k, net = path.per_node, path.net
     if net is None:
         return twice * (k - 1), 0.0, "ring"
-    ring = (twice * (net.nodes * (k - 1)), twice * (net.nodes - 1) * net.hop_s, "ring")
+    base = net.fit.base_s
+    crossed = base + twice * (net.nodes - 1) * net.hop_s
+    ring = (twice * (net.nodes * (k - 1)), crossed, "ring")
     if kind not in (Collective.ALL_REDUCE, Collective.BROADCAST):
         return ring
     depth = math.ceil(math.log2(net.nodes))
-    tree = (twice * (k - 1), twice * depth * net.hop_s, "tree")
+    tree = (twice * (k - 1), base + twice * depth * net.hop_s, "tree")
     return min(ring, tree, key=lambda way: way[0] * path.fit.ll.hop_s + way[1])
 
 
 def _ring(path: Path, kind: Collective, nbytes: float) -> CollectiveTime:
-    """The best latency protocol, or ``simple`` from its threshold on.
+    """The protocol that the library would choose: latency ones below a size.
 
-    A library may switch to ``simple`` too early; it never gets faster by a byte more:
-    beyond the threshold no time is below the latency protocols' at the threshold."""
-    n, factor = path.ranks, bus_factor(kind, path.ranks)
-    hops, fixed, name = _crossings(path, kind)
-    fixed += path.net.fit.base_s if path.net else 0.0
-
-    def low(nbytes: float) -> CollectiveTime:
-        wire = factor * nbytes
-        times: list[CollectiveTime] = []
-        for label, protocol in (("ll", path.fit.ll), ("ll128", path.fit.ll128)):
-            latency = fixed + protocol.base_s + hops * protocol.hop_s
-            bandwidth = wire * path.seconds_per_byte(protocol, True)
-            times.append(_time(latency, bandwidth, wire, f"{name}-{label}"))
-        return min(times, key=_seconds)
-
-    limit = path.fit.simple_from_bytes * n
+    In a node the switch to ``simple`` comes at a threshold, often too early; then no
+    time is below the latency protocols' at the threshold, for a byte more is never
+    faster. Across nodes the fastest protocol is taken."""
+    if path.net is not None:
+        return min(_low(path, kind, nbytes), _simple(path, kind, nbytes), key=_seconds)
+    limit = path.fit.simple_from_bytes * min(path.ranks, _NVLS_RANKS)
     if nbytes < limit:
-        return low(nbytes)
-    wire, simple = factor * nbytes, path.fit.simple
+        return _low(path, kind, nbytes)
+    time, floor = _simple(path, kind, nbytes), _low(path, kind, limit)
+    if time.time_s >= floor.time_s:
+        return time
+    wire = bus_factor(kind, path.ranks) * nbytes
+    latency = floor.time_s - time.bandwidth_s
+    return _time(latency, time.bandwidth_s, wire, time.algorithm)
+
+
+def _low(path: Path, kind: Collective, nbytes: float) -> CollectiveTime:
+    """The better of the two latency protocols."""
+    hops, fixed, name = _crossings(path, kind)
+    wire = bus_factor(kind, path.ranks) * nbytes
+    times: list[CollectiveTime] = []
+    for label, protocol in (("ll", path.fit.ll), ("ll128", path.fit.ll128)):
+        latency = fixed + protocol.base_s + hops * protocol.hop_s
+        bandwidth = wire * path.seconds_per_byte(protocol, True)
+        times.append(_time(latency, bandwidth, wire, f"{name}-{label}"))
+    return min(times, key=_seconds)
+
+
+def _simple(path: Path, kind: Collective, nbytes: float) -> CollectiveTime:
+    """The bulk protocol, with the copy of a rank's own share."""
+    hops, fixed, name = _crossings(path, kind)
+    wire, simple = bus_factor(kind, path.ranks) * nbytes, path.fit.simple
     latency = fixed + simple.base_s + hops * simple.hop_s
     bandwidth = wire * path.seconds_per_byte(simple, False)
     if kind is not Collective.BROADCAST:
-        bandwidth += nbytes / n / path.fit.copy_bytes_per_s
-    latency = max(latency, low(limit).time_s - bandwidth)
+        bandwidth += nbytes / path.ranks / path.fit.copy_bytes_per_s
     return _time(latency, bandwidth, wire, f"{name}-simple")
 
 
@@ -254,7 +269,7 @@ def _nvls(path: Path, nbytes: float) -> CollectiveTime:
     if path.net is None:
         return _time(nvls.base_s, bandwidth, wire, "nvls")
     _, crossing_s, _ = _crossings(path, Collective.ALL_REDUCE)
-    latency = nvls.base_s + crossing_s + path.net.fit.base_s
+    latency = nvls.base_s + crossing_s
     network_s = wire / (path.net.bytes_per_s * path.net.fit.efficiency)
     return _time(latency, max(bandwidth, network_s), wire, "nvls-tree")
 

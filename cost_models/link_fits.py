@@ -118,3 +118,20 @@ def load_net_fit(name: str) -> NetFit:
             repr(name),
             "Known: " + ", ".join(sorted(_net_fits())),
         ) from None
+
+
+@lru_cache(maxsize=1)
+def _issue_times() -> Mapping[str, float]:
+    found = (r for r in records("fit_") if r["kind"] == "issue_fit")
+    return {str(k): float(v) for r in found for k, v in r["constants"].items()}
+
+
+def issue_time(method: str) -> float:
+    """Seconds that a way of measuring adds to each call; 0 for one that adds none.
+
+    nccl-tests keeps a queue of launches and adds nothing; a Python loop that waits for
+    each call adds its launch and its wait."""
+    for prefix, seconds in _issue_times().items():
+        if method.startswith(prefix):
+            return seconds
+    return 0.0
