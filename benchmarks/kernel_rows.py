@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from cost_models.attention import AttentionConstants, cache_write, fused
+from cost_models.conv import Shape, implicit_gemm
 from cost_models.hardware import DeviceSpec, load_device
 from cost_models.roofline import dtype_bytes
 
@@ -222,3 +223,48 @@ def measured_attention_s(
     if row.cached:
         time_s += cache_write(row.device, constants, row.kv_bytes).time_s
     return time_s
+
+
+@dataclass(frozen=True, slots=True)
+class ConvRow:
+    """One direction of one measured convolution."""
+
+    id: str
+    device: DeviceSpec
+    dtype: str
+    shape_name: str
+    shape: Shape
+    direction: str
+    time_s: float
+
+
+CONV_COLUMNS = {
+    "forward": "fwd_ms",
+    "backward_input": "bwd_input_ms",
+    "backward_weight": "bwd_weight_ms",
+}
+
+
+def conv_rows(row: Row) -> list[ConvRow]:
+    """The measured directions of a row of micro_conv; raises SkipRow with the reason."""
+    names = ("n_batch", "c_in", "k_out", "h", "w", "out_h", "out_w")
+    names += ("filter_h", "filter_w", "stride_h", "stride_w")
+    try:
+        n, ci, co, h, w, oh, ow, fh, fw, sh, sw = (int(float(row[c])) for c in names)
+    except ValueError as error:
+        raise SkipRow(f"missing size: {error}") from error
+    dtype, device = dtype_of(row), device_of(row)
+    if not device.supports(dtype):
+        raise SkipRow(f"{device.name} has no {dtype}")
+    found: list[ConvRow] = []
+    for direction, column in CONV_COLUMNS.items():
+        if not row.get(column) or float(row[column]) <= 0:
+            continue
+        sizes = (n, ci, co, (h, w), (oh, ow), (fh, fw), (sh, sw))
+        shape = implicit_gemm(*sizes, 1, dtype, direction)
+        time_s = float(row[column]) / 1e3
+        name = f"{ci}.{co}.{h}.{w}.{fh}.{fw}.{sh}"
+        found.append(ConvRow(row["id"], device, dtype, name, shape, direction, time_s))
+    if not found:
+        raise SkipRow("no measured direction")
+    return found
