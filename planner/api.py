@@ -186,9 +186,7 @@ def reprice(plan: Document) -> Prediction:
         plan.model.source, cluster, plan.workload, None, None, False, None, None
     )
     job = setup.job
-    priced = job.price(
-        configuration_from(job, plan), layout_from(job, plan)
-    )
+    priced = job.price(configuration_from(job, plan), layout_from(job, plan))
     document = setup.document(priced)
     verdict = VerdictRecord.of(document["estimate"].memory_per_stage)
     return Prediction(**document, verdict=verdict)
@@ -312,9 +310,7 @@ def _prepare(
         check_cluster_supports(job_workload, spec)
         batch = job_workload.global_batch or default_global_batch(spec.num_gpus)
         limit = memory_limit_bytes or job_workload.memory_limit_bytes
-        training = replace(
-            job_workload, global_batch=batch, memory_limit_bytes=limit
-        )
+        training = replace(job_workload, global_batch=batch, memory_limit_bytes=limit)
         if progress is not None:
             progress("tracing the model")
 
@@ -334,9 +330,7 @@ def _prepare(
         graph = graphs.graph()
         stack = load_stack(training.stack_name)
         warnings = [*source.warnings, *graph.warnings]
-        unknown = sorted(
-            {op.target for op in graph.ops if op.kind is OpKind.UNKNOWN}
-        )
+        unknown = sorted({op.target for op in graph.ops if op.kind is OpKind.UNKNOWN})
         if unknown and strict:
             raise PlannerError(
                 "ops without a sharding map", ", ".join(unknown), "drop --strict"

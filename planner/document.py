@@ -402,6 +402,24 @@ def _parameter_placements(job: Job, priced: Priced) -> dict[str, dict[str, str]]
             if c.zero >= 3 and c.mesh.dp_shard > 1:
                 axes["dp_shard"] = "S(0)"
             result[p.name] = axes
+    if c.mesh.tp > 1:
+        result.update(_buffer_placements(job, priced))
+    return result
+
+
+def _buffer_placements(job: Job, priced: Priced) -> dict[str, dict[str, str]]:
+    """Buffers lie as the ops that read them want them."""
+    core = job.collapsed.graph
+    result: dict[str, dict[str, str]] = {}
+    for (block, _), solution in zip(job.chain, priced.solutions, strict=True):
+        ops = core.ops[block.start : block.stop]
+        for op, strategy in zip(ops, solution.strategies, strict=True):
+            for operand, placement in zip(
+                op.space.inputs, strategy.inputs, strict=True
+            ):
+                buffer = core.tensor(operand.tensor).kind is TensorKind.BUFFER
+                if buffer and placement.kind == "S":
+                    result[operand.tensor] = {"tp": str(placement)}
     return result
 
 
@@ -609,7 +627,9 @@ def _step_collectives(
     from planner.search.rank_memory import parameter_groups
 
     comm, sharding = job.comm(c.mesh), job.sharding(c)
-    held = [(s, sum(r)) for s, r in zip(priced.solutions, counts, strict=True) if sum(r)]
+    held = [
+        (s, sum(r)) for s, r in zip(priced.solutions, counts, strict=True) if sum(r)
+    ]
     groups = parameter_groups(job.memory_setup(c), held)
     elements = sum(g.elements for g in groups if g.trainable)
     nbytes = elements * sharding.gradient_bytes
@@ -653,9 +673,7 @@ def _step_collectives(
 # ---- the rest --------------------------------------------------------------------
 
 
-def recompute_record(
-    job: Job, blocks: Iterable[StageBlocks]
-) -> dict[str, str]:
+def recompute_record(job: Job, blocks: Iterable[StageBlocks]) -> dict[str, str]:
     """Block name to mode, for blocks that do not keep everything."""
     return {
         job.graph.blocks[i].name: mode

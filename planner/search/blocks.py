@@ -136,9 +136,7 @@ class GraphFacts:
             for name in dict.fromkeys(op.inputs):
                 consumers.setdefault(name, []).append(i)
         core = attention_core(graph, producer, consumers)
-        return cls(
-            graph, leaving, producer, consumers, core, vocabulary_sizes(graph)
-        )
+        return cls(graph, leaving, producer, consumers, core, vocabulary_sizes(graph))
 
     def batch_axis(self, name: str) -> int:
         """The axis of an activation that carries samples; -1 if none does."""
@@ -249,8 +247,7 @@ class BlockProblem:
             if not self.sequence_parallel and self._sequence_shard(op, strategy):
                 continue
             if any(
-                operand.tensor in self.fixed
-                and placement != self.fixed[operand.tensor]
+                operand.tensor in self.fixed and placement != self.fixed[operand.tensor]
                 for operand, placement in zip(
                     op.space.inputs, strategy.inputs, strict=True
                 )
@@ -354,15 +351,11 @@ class BlockProblem:
         return not self._made_here(name)
 
     def _state_of(self, name: str) -> Placement:
-        return self.state.placement(
-            self.graph, name, self.facts.batch_axis(name)
-        )
+        return self.state.placement(self.graph, name, self.facts.batch_axis(name))
 
     # ---- edges -----------------------------------------------------------------
 
-    def _move(
-        self, name: str, src: Placement, dst: Placement, backward: bool
-    ) -> float:
+    def _move(self, name: str, src: Placement, dst: Placement, backward: bool) -> float:
         nbytes = self.graph.tensor(name).nbytes
         convert = gradient_reshard if backward else reshard
         found = convert(src, dst, nbytes, self.size)

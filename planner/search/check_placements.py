@@ -213,6 +213,8 @@ def _fraction(plan: Plan, operand: OperandRecord) -> float:
         if parse_placement(text) == REPLICATED:
             continue
         even = axis.startswith("dp_")
+        if axis == "dp_shard" and "ep" in operand.placement:
+            size = max(1, size // plan.parallelism.ep)  # ep reuses these ranks
         result *= 1 / size if even else local_elements(text, operand.shape, size)
     return result
 

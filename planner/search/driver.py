@@ -11,7 +11,7 @@ of the whole search.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -26,7 +26,8 @@ from planner.search.rank_memory import (
     parameter_groups,
     static_bytes,
 )
-from planner.search.stages import MODES, solve_stages
+from planner.search.stages import MODES, bottleneck_bound, solve_stages
+from planner.search.step import BlockTimes
 
 Progress = Callable[[str], None]
 
@@ -206,9 +207,7 @@ class Search:
             ]
         pinned, schedule = self._pin("vpp"), self.limits.pins.get("schedule")
         return [
-            (s, v)
-            for s, v in options
-            if pinned in (None, v) and schedule in (None, s)
+            (s, v) for s, v in options if pinned in (None, v) and schedule in (None, s)
         ]
 
     def _states(self, mesh: Mesh) -> list[str]:
@@ -234,19 +233,40 @@ class Search:
         times, solutions = job.times(c), job.solutions(c)
         if times is None or solutions is None:
             return inf
-        counts = [n for _, n in job.chain]
-        best = range(3) if len(self._modes()) > 1 else (MODES.index(self._modes()[0]),)
-        each = [min(t.seconds(q) for q in best) for t in times]
-        total = sum(t * n for t, n in zip(each, counts, strict=True))
-        pipeline = self._pipeline(c, total, max(each))
+        pipeline = self._split_perfectly(c)
         if not job.training:
             return pipeline
         groups = self._groups(c, solutions)
         elements = sum(g.elements for g in groups if g.trainable) / c.mesh.pp
-        own = sum(g.elements / (g.shard if c.zero else 1) for g in groups if g.trainable)
-        longest = max(max(each), total / c.mesh.pp)
+        own = sum(
+            g.elements / (g.shard if c.zero else 1) for g in groups if g.trainable
+        )
+        longest = max(t.seconds(0) for t in times)
+        longest = max(longest, self._total(times) / c.mesh.pp)
         exposed = job.gradient_seconds(c, elements, longest, longest)
         return pipeline + exposed + job.optimizer_seconds(own / c.mesh.pp)
+
+    def _total(self, times: tuple[BlockTimes, ...]) -> float:
+        counts = [n for _, n in self.job.chain]
+        return sum(t.seconds(0) * n for t, n in zip(times, counts, strict=True))
+
+    def memory_bound(self, c: Configuration) -> float:
+        """:meth:`bound` with the slowest rank that memory allows; inf: nothing fits."""
+        problem = self.job.stage_problem(c, self._modes())
+        if problem is None:
+            return inf
+        least = self.job.least_constants(c)
+        pipeline = bottleneck_bound(replace(problem, constant_bytes=least))
+        return pipeline + self.bound(c) - self._split_perfectly(c)
+
+    def _split_perfectly(self, c: Configuration) -> float:
+        times = self.job.times(c)
+        assert times is not None
+        counts = [n for _, n in self.job.chain]
+        best = range(3) if len(self._modes()) > 1 else (MODES.index(self._modes()[0]),)
+        each = [min(t.seconds(q) for q in best) for t in times]
+        total = sum(t * n for t, n in zip(each, counts, strict=True))
+        return self._pipeline(c, total, max(each))
 
     def _pipeline(self, c: Configuration, total: float, longest: float) -> float:
         longest = max(longest, total / c.mesh.pp)
@@ -276,7 +296,12 @@ class Search:
             p.numel * RECIPES[setup.recipe].parameter * 9
             for name in self.job.tied
             for p in next(
-                (s.parameters for s in solutions for p in s.parameters if p.name == name)
+                (
+                    s.parameters
+                    for s in solutions
+                    for p in s.parameters
+                    if p.name == name
+                )
             )
             if p.name == name
         )
@@ -297,21 +322,31 @@ class Search:
         return MODES if pinned is None else (str(pinned),)
 
     def _solve(self, c: Configuration) -> Priced | None:
-        reserve = 0.0
+        """Solve with the constants of an even layout, then with those of the layout
+        found, until it fits and no rank's constant was taken too high."""
+        problem = self.job.stage_problem(c, self._modes())
+        best: Priced | None = None
         for _ in range(REPAIRS):
-            problem = self.job.stage_problem(c, self._modes(), reserve_bytes=reserve)
             if problem is None:
-                return None
+                break
             found = solve_stages(problem, self.limits.deterministic_s)
             if not found.counts:
-                return None
+                break
             priced = self.job.price(c, found.counts)
             if found.status != "optimal":
                 self._gaps.append(found.bound_s)
-            if priced.fits:
-                return priced
-            reserve += max(lines.over_bytes for lines in priced.memory) * 1.001
-        return None
+            if priced.fits and (
+                best is None or priced.terms.total_s < best.terms.total_s
+            ):
+                best = priced
+            actual = self.job.constants(c, found.counts)
+            pairs = list(zip(actual, problem.constant_bytes, strict=True))
+            if priced.fits and all(a >= used - 2**20 for a, used in pairs):
+                break
+            if not priced.fits:  # never below what was tried: no oscillation
+                actual = tuple(max(a, used) + 2**20 for a, used in pairs)
+            problem = replace(problem, constant_bytes=actual)
+        return best
 
     def run(self) -> Outcome:
         """Best-first search over all shapes; raises InfeasibleError.
@@ -341,6 +376,13 @@ class Search:
                     infeasible += 1
                 else:
                     heappush(queue, (max(bound, refined), number, 1, c))
+                continue
+            if level == 1:
+                refined = self.memory_bound(c)
+                if refined == inf:
+                    infeasible += 1
+                else:
+                    heappush(queue, (max(bound, refined), number, 2, c))
                 continue
             self._report(solved, best, bound)
             priced = self.solve(c)
@@ -397,9 +439,7 @@ class Search:
         if self.progress is None:
             return
         shown = "none yet" if best is None else f"{best.terms.total_s:.3f} s"
-        self.progress(
-            f"solved {solved} shapes, best {shown}, next bound {bound:.3f} s"
-        )
+        self.progress(f"solved {solved} shapes, best {shown}, next bound {bound:.3f} s")
 
     # ---- failures --------------------------------------------------------------
 
@@ -457,4 +497,3 @@ class Search:
         grow = max(2, -(-int(total) // max(1, int(limit))))
         wanted = gpus * grow
         return wanted if wanted < node else -(-wanted // node) * node
-

@@ -313,7 +313,6 @@ class Job:
         c: Configuration,
         modes: tuple[str, ...],
         fixed_counts: tuple[int, ...] | None = None,
-        reserve_bytes: float = 0.0,
     ) -> StageProblem | None:
         """The stage problem of a configuration; None where blocks have no solution."""
         solutions, times = self.solutions(c), self.times(c)
@@ -330,24 +329,51 @@ class Job:
             )
             for (block, count), t, s in zip(self.chain, times, solutions, strict=True)
         )
+        if all(r.activation_bytes[1] >= r.activation_bytes[0] for r in runs):
+            # no unfused attention: selective recompute would bring nothing
+            modes = tuple(q for q in modes if q != "selective") or modes
         flight = self.in_flight(c)
         mode = 2 if modes == ("full",) else 0
-        constants: list[float] = []
-        for k, counts in enumerate(self.even_layout(c, mode)):
-            constants.append(
-                constant_bytes(setup, solutions, counts, flight[k]) + reserve_bytes
-            )
+        constants = self.constants(c, self.even_layout(c, mode))
         return StageProblem(
             runs,
             c.mesh.pp,
             c.micro_batches,
             c.virtual,
             flight,
-            tuple(constants),
+            constants,
             self.limit_bytes,
             modes,
             fixed_counts,
         )
+
+    def constants(
+        self, c: Configuration, layout: Sequence[Counts]
+    ) -> tuple[float, ...]:
+        """Bytes of each rank that the linear memory form leaves out."""
+        solutions, flight = self.solutions(c), self.in_flight(c)
+        assert solutions is not None
+        setup = self.memory_setup(c)
+        return tuple(
+            constant_bytes(setup, solutions, counts, flight[k])
+            for k, counts in enumerate(layout)
+        )
+
+    def least_constants(self, c: Configuration) -> tuple[float, ...]:
+        """Bytes that a rank needs beside states and activations in any layout."""
+        solutions = self.solutions(c)
+        assert solutions is not None
+        setup = self.memory_setup(c)
+        empty: Counts = tuple((0, 0, 0) for _ in self.chain)
+        bare = rank_memory(setup, solutions, empty, 0.0).total_bytes
+        tied = sum(static_bytes(setup, s) for s in solutions if self._has_tied(s))
+        result = [bare] * c.mesh.pp
+        if c.mesh.pp == 1:
+            result[0] -= tied  # the shared tensor is held once
+        return tuple(result)
+
+    def _has_tied(self, solution: BlockSolution) -> bool:
+        return any(p.name in self.tied for p in solution.parameters)
 
     def even_layout(self, c: Configuration, mode: int = 0) -> tuple[Counts, ...]:
         """Blocks cut as evenly as possible, all in one recompute mode."""
@@ -436,13 +462,17 @@ class Job:
         exposed = self.gradient_seconds(c, dense, forward, backward)
         sync = sum(s.sync_bytes * n for s, n in held)
         exposed += self.comm(c.mesh).seconds("tp", "all_reduce", sync)
-        if self.tied and c.mesh.pp > 1 and any(
-            p.name in self.tied for s, _ in held for p in s.parameters
+        if (
+            self.tied
+            and c.mesh.pp > 1
+            and any(p.name in self.tied for s, _ in held for p in s.parameters)
         ):
             nbytes = max(
                 p.numel for s, _ in held for p in s.parameters if p.name in self.tied
             )
-            exposed += 2 * self.comm(c.mesh).p2p(nbytes * self.sharding(c).gradient_bytes)
+            exposed += 2 * self.comm(c.mesh).p2p(
+                nbytes * self.sharding(c).gradient_bytes
+            )
         own = sum(
             g.elements / (g.shard if c.zero else 1) for g in groups if g.trainable
         )
@@ -525,9 +555,7 @@ def scaled_context(graph: OpGraph, cp: int) -> OpGraph:
     for i, op in enumerate(ops):
         if op.kind is not OpKind.ATTENTION:
             continue
-        attrs = tuple(
-            (k, int(v) * cp if k == "kv_len" else v) for k, v in op.attrs
-        )
+        attrs = tuple((k, int(v) * cp if k == "kv_len" else v) for k, v in op.attrs)
         ops[i] = replace(
             op,
             attrs=attrs,
@@ -537,9 +565,7 @@ def scaled_context(graph: OpGraph, cp: int) -> OpGraph:
     return graph.with_ops(tuple(ops))
 
 
-def stage_sizes(
-    job: Job, pp: int, layers: Sequence[int] | None
-) -> tuple[int, ...]:
+def stage_sizes(job: Job, pp: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     """Blocks per stage: layers of the longest run as given or as even as possible, the
     blocks before them on the first stage, those after on the last."""
     counts = [n for _, n in job.chain]

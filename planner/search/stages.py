@@ -180,7 +180,11 @@ def _mixtures(
         rest = count - n_first
         n_second = 0
         if second != first:
-            n_second = rest if step_second <= 0 else min(rest, floor(spare / step_second + 1e-9))
+            n_second = (
+                rest
+                if step_second <= 0
+                else min(rest, floor(spare / step_second + 1e-9))
+            )
         y = [0, 0, 0]
         y[first] += n_first
         y[second] += n_second
@@ -233,9 +237,7 @@ class _Range:
     counts: Counts
 
 
-def _solve_ranges(
-    problem: StageProblem, table: _Table, limit: float
-) -> StageSolution:
+def _solve_ranges(problem: StageProblem, table: _Table, limit: float) -> StageSolution:
     ranges = _useful_ranges(problem, table)
     if ranges is None:
         return INFEASIBLE
@@ -348,33 +350,57 @@ def _sizes(problem: StageProblem, k: int, start: int) -> Iterator[int]:
         yield from range(least, n - first - after + 1)
 
 
-def _reachable(problem: StageProblem, table: _Table) -> float | None:
-    """The smallest max_k T_k for which a greedy filling covers the chain."""
-    ranks = problem.ranks
+def bottleneck_bound(problem: StageProblem) -> float:
+    """A bound that knows memory: the least max_k T_k of any layout, found by filling
+    ranks greedily (exact for the maximum), and the least sum. inf: nothing fits."""
+    if problem.blocks < problem.ranks * problem.virtual:
+        return float("inf")
+    found = _bottleneck(problem, _Table(problem))
+    if found is None:
+        return float("inf")
+    allowed = _allowed(problem)
+    total = sum(min(r.seconds[q] for q in allowed) * r.count for r in problem.runs)
+    return max(ideal_seconds(problem), combine(problem, found[0], total))
+
+
+def _bottleneck(problem: StageProblem, table: _Table) -> tuple[float, float] | None:
+    """(a value that max_k T_k can not go below, one that it can reach); None: no fit."""
     per_block = [min(r.seconds[q] for q in _allowed(problem)) for r in problem.runs]
-    low = max(per_block)
+    total = sum(t * r.count for t, r in zip(per_block, problem.runs, strict=True))
     high = sum(max(r.seconds) * r.count for r in problem.runs)
     if problem.fixed_counts is not None:
-        return high
+        return total / problem.ranks, high
     if not _covers(problem, table, high):
         return None
-    for _ in range(40):
+    low = max(max(per_block), total / problem.ranks) * (1 - 1e-9)
+    if _covers(problem, table, low * (1 + 2e-9)):
+        return low, low * (1 + 2e-9)
+    while high - low > 1e-4 * high:
         middle = (low + high) / 2
         if _covers(problem, table, middle):
             high = middle
         else:
             low = middle
-        if high - low < 1e-4 * high:
-            break
-    # the sum may fall when the maximum rises a little: leave room for the trade
-    total_low = sum(t * r.count for t, r in zip(per_block, problem.runs, strict=True))
-    best = combine(problem, high, min(ranks * high, sum(
-        max(r.seconds) * r.count for r in problem.runs)))
+    return low, high
+
+
+def _reachable(problem: StageProblem, table: _Table) -> float | None:
+    """A maximum of T_k above which no optimal layout lies: greedy's, and what a smaller
+    sum could be worth."""
+    found = _bottleneck(problem, table)
+    if found is None:
+        return None
+    if problem.fixed_counts is not None:
+        return found[1]
+    allowed = _allowed(problem)
+    least = sum(min(r.seconds[q] for q in allowed) * r.count for r in problem.runs)
+    most = sum(max(r.seconds) * r.count for r in problem.runs)
+    best = combine(problem, found[1], min(problem.ranks * found[1], most))
     v = problem.virtual
     weight = problem.micro_batches - 1 / v
     if weight <= 0:
         return float("inf")
-    return max(high, (best - total_low / v) / weight)
+    return max(found[1], (best - least / v) / weight)
 
 
 def _covers(problem: StageProblem, table: _Table, longest: float) -> bool:

@@ -101,7 +101,9 @@ def block_times(
     gather_f = gather_b = 0.0
     if sharding.zero >= 3:
         numel = sum(p.numel for p in solution.parameters)
-        gather = comm.seconds("dp_shard", "all_gather", numel * sharding.parameter_bytes)
+        gather = comm.seconds(
+            "dp_shard", "all_gather", numel * sharding.parameter_bytes
+        )
         scatter = comm.seconds(
             "dp_shard", "reduce_scatter", numel * sharding.gradient_bytes
         )
@@ -154,9 +156,7 @@ class StepTerms:
     hardware_flops_scale: float = 0.0
 
 
-def rank_times(
-    counts: Counts, times: Sequence[BlockTimes]
-) -> tuple[float, float]:
+def rank_times(counts: Counts, times: Sequence[BlockTimes]) -> tuple[float, float]:
     """(forward, backward with recompute) of one rank for one micro-batch."""
     forward = backward = 0.0
     for row, block in zip(counts, times, strict=True):
@@ -183,9 +183,7 @@ def assemble(
     ranks = [rank_times(counts, times) for counts in layout]
     forward = [f for f, _ in ranks]
     backward = [b for _, b in ranks]
-    pipe = step_time(
-        schedule, forward, backward, send_s, micro_batches, virtual
-    )
+    pipe = step_time(schedule, forward, backward, send_s, micro_batches, virtual)
     busiest = max(range(len(ranks)), key=lambda k: (forward[k] + backward[k], -k))
     m = micro_batches
     causes = _causes(layout[busiest], times)
@@ -227,5 +225,3 @@ def _causes(counts: Counts, times: Sequence[BlockTimes]) -> dict[str, float]:
         total["gather"] += n * (block.gather_forward + block.gather_backward)
         total["recompute"] += sum(c * block.extra(q) for q, c in enumerate(row))
     return total
-
-
