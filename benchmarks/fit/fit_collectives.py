@@ -18,7 +18,7 @@ import copy
 import json
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from benchmarks.accuracy_collectives import (
     read_rows,
 )
 from cost_models.collectives import Collective, path_p2p_time, path_time
-from cost_models.hardware import NodeGroup
 from cost_models.link_fits import link_fit_from, net_fit_from
 from cost_models.paths import network_path, node_path
 
@@ -96,17 +95,18 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
     return found
 
 
-def _seconds(case: Case, name: str, record: Constants) -> float:
-    """As the product prices the case, with the constants of ``record`` for ``name``."""
-    cluster = case.cluster
-    node: NodeGroup = cluster.groups[0]
+def _seconds(case: Case, record: Constants, links: Mapping[str, Constants]) -> float:
+    """As the product prices the case, with the constants of ``record`` for its network
+    or, on one node, for its link; other links have those of ``links``."""
+    node = case.cluster.groups[0]
     path = node_path(node.link, case.per_node)
     nodes = case.ranks // case.per_node
-    if nodes == 1:
-        path = node_path(node.link, case.per_node, link_fit_from(record))
-    else:
-        rails, fit = case.per_node, net_fit_from(record)
-        path = network_path(path, cluster.network, node, nodes, rails, 1, fit)
+    link = record if nodes == 1 else links.get(path.fit.name)
+    if link is not None:
+        path = node_path(node.link, case.per_node, link_fit_from(link))
+    if nodes > 1:
+        network, rails, fit = case.cluster.network, case.per_node, net_fit_from(record)
+        path = network_path(path, network, node, nodes, rails, 1, fit)
     if case.op == "p2p":
         return path_p2p_time(path, case.size_bytes).time_s
     time = path_time(path, Collective(case.op), case.size_bytes).time_s
@@ -142,9 +142,14 @@ def _upper(name: str, link: str) -> float:
     return np.inf
 
 
-def fit(start: Constants, free: Sequence[str], cases: Sequence[Case]) -> Constants:
+def fit(
+    start: Constants,
+    free: Sequence[str],
+    cases: Sequence[Case],
+    links: Mapping[str, Constants],
+) -> Constants:
     """The record with its ``free`` constants fitted to ``cases``, from ``start`` on."""
-    start = start | {"constants": start["start"]}
+    start = start | {"constants": copy.deepcopy(start["start"])}
     best, lowest = start, np.inf
     stepped = len(free) > len(NVLS) + 3
     grid = THRESHOLDS if stepped else (None,)
@@ -152,13 +157,18 @@ def fit(start: Constants, free: Sequence[str], cases: Sequence[Case]) -> Constan
         record = copy.deepcopy(start)
         if threshold is not None:
             record["constants"]["simple_from_bytes"] = threshold
-        cost = _descend(record, free, cases)
+        cost = _descend(record, free, cases, links)
         if cost < lowest:
             best, lowest = record, cost
     return best
 
 
-def _descend(record: Constants, free: Sequence[str], cases: Sequence[Case]) -> float:
+def _descend(
+    record: Constants,
+    free: Sequence[str],
+    cases: Sequence[Case],
+    links: Mapping[str, Constants],
+) -> float:
     """Fits in place; returns the cost."""
     floor = 1e-9
     at = np.log([max(_get(record, name), floor) for name in free])
@@ -168,7 +178,7 @@ def _descend(record: Constants, free: Sequence[str], cases: Sequence[Case]) -> f
     def residuals(x: np.ndarray) -> np.ndarray:
         for name, value in zip(free, np.exp(x), strict=True):
             _put(record, name, float(value))
-        predicted = np.array([_seconds(c, record["name"], record) for c in cases])
+        predicted = np.array([_seconds(c, record, links) for c in cases])
         return np.concatenate([np.log(predicted / measured), PULL * (x - at)])
 
     start = np.minimum(at, top - 1e-3)
@@ -184,8 +194,10 @@ def _load(name: str) -> Constants:
     return json.loads((SPECS / f"fit_{name}.json").read_text("utf-8"))
 
 
-def _errors(record: Constants, cases: Sequence[Case]) -> dict[str, float | int]:
-    predicted = np.array([_seconds(c, record["name"], record) for c in cases])
+def _errors(
+    record: Constants, cases: Sequence[Case], links: Mapping[str, Constants]
+) -> dict[str, float | int]:
+    predicted = np.array([_seconds(c, record, links) for c in cases])
     return figures(predicted, np.array([c.measured_s for c in cases]))
 
 
@@ -197,7 +209,7 @@ def _all_fits(
         cases = [s.case for s in found if s.fit == name and keep(s)]
         record = _load(name)
         estimates = record | {"constants": record["start"]}
-        fitted[name] = fit(record, free, cases) if cases else estimates
+        fitted[name] = fit(record, free, cases, fitted) if cases else estimates
     return fitted
 
 
@@ -213,7 +225,7 @@ def hold_out(found: Sequence[Sample]) -> dict[str, Any]:
             case, name = sample.case, sample.fit
             record = fitted.get(name) or _load(name)
             for key in ("all", name):
-                seconds = _seconds(case, name, record)
+                seconds = _seconds(case, record, fitted)
                 predicted.setdefault(key, []).append(seconds)
                 measured.setdefault(key, []).append(case.measured_s)
     return {
@@ -232,12 +244,13 @@ def _rounded(value: Any) -> Any:
 
 def write(fitted: dict[str, Constants], found: Sequence[Sample]) -> None:
     """Writes the constants with their error and what they were fitted on."""
+    for record in fitted.values():
+        record["constants"] = _rounded(record["constants"])
     for name, record in fitted.items():
         cases = [s.case for s in found if s.fit == name]
         if not cases:
             continue
-        record["constants"] = _rounded(record["constants"])
-        record["error"] = _errors(record, cases)
+        record["error"] = _errors(record, cases, fitted)
         free = (LINKS | NETWORKS)[name]
         record["fitted"] = [*free, *(["simple_from_bytes"] if len(free) > 5 else [])]
         record["source"] = [
