@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from passes.ir import Axis, Op, Operand, OpGraph, OpKind, Tensor, TensorKind
@@ -113,7 +114,7 @@ class _Recorder(fx.Interpreter):
             if key in self.names and self.names[key] is None:
                 continue  # a parameter, buffer or input
             whole = (key, 0, -1)
-            part = (key, tensor.storage_offset(), tensor.numel())
+            part = (key, int(tensor.storage_offset()), tensor.numel())
             full = tensor.numel() * tensor.element_size()
             complete = full >= tensor.untyped_storage().nbytes()
             if whole in self.counted or part in self.counted:
@@ -151,7 +152,7 @@ def _same(held: Any, tensor: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 def _probability(args: Any) -> float:

@@ -17,6 +17,7 @@ multiply-add is two). Shapes are those of one traced micro-batch; dims with
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 
 from passes._compat import StrEnum
@@ -209,6 +210,12 @@ class Op:
                 return value
         raise KeyError(f"op {self.name} ({self.kind}) has no attribute {name!r}")
 
+    def number(self, name: str) -> int:
+        """A whole-number attribute."""
+        value = self.attr(name)
+        assert not isinstance(value, tuple | str), f"{self.name}: {name} is {value!r}"
+        return int(value)
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -239,7 +246,11 @@ class OpGraph:
     seq_len: int = 0  # tokens per sample, 0 where the model has none
     warnings: tuple[str, ...] = ()
     _index: dict[str, int] = field(
-        default_factory=dict, init=False, repr=False, compare=False, hash=False
+        default_factory=dict[str, int],
+        init=False,
+        repr=False,
+        compare=False,
+        hash=False,
     )
 
     def __post_init__(self) -> None:
@@ -256,7 +267,7 @@ class OpGraph:
         if self.blocks and (
             spans[0][0] != 0
             or spans[-1][1] != len(self.ops)
-            or any(a[1] != b[0] for a, b in zip(spans, spans[1:], strict=False))
+            or any(a[1] != b[0] for a, b in pairwise(spans))
         ):
             raise ValueError("blocks must cover the ops without gap or overlap")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cost_models.memory import MemoryLines
 from passes.format import format_graph
-from passes.ir import Block, OpGraph, Operand, Tensor, TensorKind
+from passes.ir import Block, Operand, OpGraph, Tensor, TensorKind
 from planner.plan.names import format_range
 from planner.plan.records import (
     BlockRecord,
@@ -481,7 +481,7 @@ def _operand(
         )
         where = family.pattern if inside else f"{family.pattern}/in"
         name = f"{where}/{tensor.name}"
-    axes = {}
+    axes: dict[str, str] = {}
     if c.mesh.tp > 1 and placement.kind != "R":
         axes["tp"] = str(placement)
     if c.mesh.ep > 1 and tensor.kind is TensorKind.PARAMETER and len(tensor.shape) == 3:

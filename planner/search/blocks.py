@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from passes.ir import Block, Op, Operand, OpGraph, OpKind, TensorKind
 from planner.search import intra_op
@@ -35,6 +37,7 @@ from planner.search.pricing import Pricer, expert_dims
 from planner.search.strategies import Strategy, op_strategies, share
 
 INFINITE = float("inf")
+Matrix: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +205,16 @@ def vocabulary_sizes(graph: OpGraph) -> frozenset[int]:
 Price = Callable[[str, float], float]
 
 
+Shared: TypeAlias = tuple[Placement, Placement]  # placement, state of the gradient
+
+
 @dataclass(frozen=True, slots=True)
 class _Node:
     """A node of the problem: an op (``index`` >= 0) or a shared activation."""
 
     index: int
     tensor: str
-    choices: tuple[Strategy, ...] | tuple[tuple[Placement, Placement], ...]
+    shared: tuple[Shared, ...] = ()
 
 
 class BlockProblem:
@@ -236,8 +242,8 @@ class BlockProblem:
         self.indices = range(block.start, block.stop)
         self.strategies = {i: self._strategies(i) for i in self.indices}
         self.nodes: list[_Node] = []
-        self.edges: dict[tuple[int, int], np.ndarray] = {}
-        self.costs: list[np.ndarray] = []
+        self.edges: dict[tuple[int, int], Matrix] = {}
+        self.costs: list[Matrix] = []
 
     def _strategies(self, index: int) -> tuple[Strategy, ...]:
         op = self.graph.ops[index]
@@ -394,7 +400,7 @@ class BlockProblem:
         for i in self.indices:
             choices = self.strategies[i]
             node_of_op[i] = len(self.nodes)
-            self.nodes.append(_Node(i, "", choices))
+            self.nodes.append(_Node(i, ""))
             self.costs.append(np.array([self._op_cost(i, s) for s in choices]))
         shared = self._shared()
         for name, users in shared.items():
@@ -412,9 +418,9 @@ class BlockProblem:
             self.costs, edges=[(i, j, m) for (i, j), m in self.edges.items()]
         )
 
-    def _edge(self, a: int, b: int, matrix: np.ndarray) -> None:
+    def _edge(self, a: int, b: int, matrix: Matrix) -> None:
         if a > b:
-            a, b, matrix = b, a, matrix.T
+            a, b, matrix = b, a, np.transpose(matrix)
         found = self.edges.get((a, b))
         self.edges[(a, b)] = matrix if found is None else found + matrix
 
@@ -476,9 +482,7 @@ class BlockProblem:
             ]
         )
 
-    def _shared_choices(
-        self, name: str, users: list[int]
-    ) -> tuple[tuple[Placement, Placement], ...]:
+    def _shared_choices(self, name: str, users: list[int]) -> tuple[Shared, ...]:
         placements = {REPLICATED, self._state_of(name)}
         if self._made_here(name):
             source = self.facts.producer[name]
@@ -489,7 +493,7 @@ class BlockProblem:
             where = self._position(self.graph.ops[user], name)
             placements.update(s.inputs[where] for s in self.strategies[user])
         placements.discard(PARTIAL)
-        choices: list[tuple[Placement, Placement]] = []
+        choices: list[Shared] = []
         for p in sorted(placements, key=str):
             choices.append((p, self._grad_need(p)))
             if p.kind == "R" and self._needs_grad(name):
@@ -505,7 +509,7 @@ class BlockProblem:
         self.costs.append(np.zeros(len(choices)))
         grads = self._needs_grad(name)
 
-        def arrive(have: Placement, choice: tuple[Placement, Placement]) -> float:
+        def arrive(have: Placement, choice: Shared) -> float:
             cost = self._move(name, have, choice[0], backward=False)
             if grads:
                 cost += self._move(
@@ -592,22 +596,19 @@ class BlockProblem:
         solution = intra_op.solve(problem, deterministic=True)
         if solution.choice is None:
             return None
-        chosen = {
-            node.index: self.strategies[node.index][c]
-            for node, c in zip(self.nodes, solution.choice, strict=True)
-            if node.index >= 0
-        }
-        shared = {
-            node.tensor: node.choices[c]
-            for node, c in zip(self.nodes, solution.choice, strict=True)
-            if node.index < 0
-        }
+        chosen: dict[int, Strategy] = {}
+        shared: dict[str, Shared] = {}
+        for node, c in zip(self.nodes, solution.choice.tolist(), strict=True):
+            if node.index >= 0:
+                chosen[node.index] = self.strategies[node.index][c]
+            else:
+                shared[node.tensor] = node.shared[c]
         return self.measure(chosen, shared, solution.status, solution.cost)
 
     def measure(
         self,
         chosen: dict[int, Strategy],
-        shared: dict[str, tuple[Placement, Placement]],
+        shared: dict[str, Shared],
         status: str,
         objective: float,
     ) -> BlockSolution:
@@ -750,7 +751,7 @@ class BlockProblem:
     def collectives(
         self,
         chosen: dict[int, Strategy],
-        shared: dict[str, tuple[Placement, Placement]],
+        shared: dict[str, Shared],
     ) -> tuple[Comm, ...]:
         """Every collective that a choice issues, in graph order."""
         out: list[Comm] = []

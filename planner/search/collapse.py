@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from passes.ir import Block, OpGraph, TensorKind
+from passes.ir import Block, Op, OpGraph, TensorKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ def collapse(graph: OpGraph) -> Collapsed:
                 if graph.tensor(name).kind is TensorKind.PARAMETER:
                     readers.setdefault(name, set()).add(block.index)
     chain = runs_of(graph)
-    ops, blocks, names = [], [], dict.fromkeys(graph.inputs)
+    ops: list[Op] = []
+    blocks: list[Block] = []
+    names: dict[str, None] = dict.fromkeys(graph.inputs)
     for number, (block, _) in enumerate(chain):
         start = len(ops)
         ops.extend(graph.ops[block.start : block.stop])

@@ -130,12 +130,12 @@ class Search:
     def _data_meshes(self, pp: int, tp: int, dp: int, cp: int) -> Iterator[Mesh]:
         """Splits of the data axis into replicas and shards, and expert degrees."""
         inside = max(1, self.job.cluster.gpus_per_node // (tp * cp))
-        shards = {1, dp}
+        shards: set[int] = {1, dp}
         if 1 < inside < dp and dp % inside == 0:
             shards.add(inside)
         pinned = self._pin("dp_shard")
         if pinned is not None:
-            shards = {pinned} if dp % pinned == 0 else set()
+            shards = {n for n in (pinned,) if dp % n == 0}
         replicate = self._pin("dp_replicate")
         for n in sorted(shards):
             if replicate is not None and dp // n != replicate:
@@ -160,7 +160,7 @@ class Search:
     def _expert_count(self) -> int:
         for op in self.job.graph.ops:
             if op.kind is OpKind.GROUPED_GEMM:
-                return int(op.attr("groups"))
+                return op.number("groups")
         return 1
 
     def _of_mesh(self, mesh: Mesh) -> Iterator[Configuration]:
@@ -296,12 +296,7 @@ class Search:
             p.numel * RECIPES[setup.recipe].parameter * 9
             for name in self.job.tied
             for p in next(
-                (
-                    s.parameters
-                    for s in solutions
-                    for p in s.parameters
-                    if p.name == name
-                )
+                s.parameters for s in solutions for p in s.parameters if p.name == name
             )
             if p.name == name
         )
@@ -480,7 +475,7 @@ class Search:
     def _thriftiest(self) -> Priced | None:
         best: tuple[float, Priced] | None = None
         for c in self.configurations():
-            if c.virtual > 1 or c.rate != RATES[-1] and c.mesh.tp > 1:
+            if c.virtual > 1 or (c.rate != RATES[-1] and c.mesh.tp > 1):
                 continue
             if c.micro_batch > 1 or self.job.solutions(c) is None:
                 continue

@@ -541,7 +541,7 @@ def tensor_limit(graph: OpGraph, size: int) -> str | None:
     for op in graph.ops:
         if op.kind is not OpKind.ATTENTION:
             continue
-        heads, kv = int(op.attr("q_heads")), int(op.attr("kv_heads"))
+        heads, kv = op.number("q_heads"), op.number("kv_heads")
         if heads % size:
             return f"{heads} heads not divisible by {size}"
         if kv % size:
@@ -555,7 +555,9 @@ def scaled_context(graph: OpGraph, cp: int) -> OpGraph:
     for i, op in enumerate(ops):
         if op.kind is not OpKind.ATTENTION:
             continue
-        attrs = tuple((k, int(v) * cp if k == "kv_len" else v) for k, v in op.attrs)
+        attrs = tuple(
+            (k, op.number(k) * cp if k == "kv_len" else v) for k, v in op.attrs
+        )
         ops[i] = replace(
             op,
             attrs=attrs,

@@ -66,7 +66,7 @@ def traffic_map(graph: OpGraph, fused: bool) -> tuple[Traffic, ...]:
             consumers.setdefault(name, []).append(i)
     visible = set(graph.outputs)
     result: list[Traffic] = []
-    for i, op in enumerate(graph.ops):
+    for op in graph.ops:
         if not fused or op.fusion < 0:
             result.append(
                 Traffic(tuple(range(len(op.inputs))), tuple(range(len(op.outputs))))
@@ -230,7 +230,7 @@ class Pricer:
                 causal=bool(op.attr("causal")),
                 kernel=kernel,
                 backward=backward,
-                window=int(op.attr("window")),
+                window=op.number("window"),
             ).time_s
 
         scale = self._scale(op, local)
@@ -259,10 +259,10 @@ class Pricer:
             assert isinstance(value, tuple)
             return value
 
-        n = max(1, round(int(op.attr("n")) * cut("n")))
-        ci = max(1, round(int(op.attr("ci")) * cut("ci")))
-        co = max(1, round(int(op.attr("co")) * cut("co")))
-        groups = max(1, round(int(op.attr("groups")) * cut("groups")))
+        n = max(1, round(op.number("n") * cut("n")))
+        ci = max(1, round(op.number("ci") * cut("ci")))
+        co = max(1, round(op.number("co") * cut("co")))
+        groups = max(1, round(op.number("groups") * cut("groups")))
 
         def time(direction: str) -> float:
             return conv_time(
@@ -405,7 +405,7 @@ def attention_shape(op: Op, local: dict[str, int]) -> tuple[int, ...]:
     """(batch, q_heads, kv_heads, q_len, kv_len, qk_dim, v_dim) on one rank."""
     full = {d.name: d.size for d in op.space.dims}
     names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "qk_dim", "v_dim")
-    values = {name: int(op.attr(name)) for name in names}  # type: ignore[arg-type]
+    values = {name: op.number(name) for name in names}
 
     def cut(dim: str) -> float:
         return local[dim] / full[dim] if full.get(dim) else 1.0

@@ -1,4 +1,4 @@
-"""Hand-made recipes as shapes of the search, and why one plan is slower than another."""
+"""Hand-made recipes as shapes of the search; why one plan is slower than another."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ def bottleneck_bound(problem: StageProblem) -> float:
 
 
 def _bottleneck(problem: StageProblem, table: _Table) -> tuple[float, float] | None:
-    """(a value that max_k T_k can not go below, one that it can reach); None: no fit."""
+    """(what max_k T_k can not go below, what it can reach); None: nothing fits."""
     per_block = [min(r.seconds[q] for q in _allowed(problem)) for r in problem.runs]
     total = sum(t * r.count for t, r in zip(per_block, problem.runs, strict=True))
     high = sum(max(r.seconds) * r.count for r in problem.runs)

@@ -212,9 +212,8 @@ def assemble(
 
 
 def _causes(counts: Counts, times: Sequence[BlockTimes]) -> dict[str, float]:
-    total = dict.fromkeys(
-        ("compute", "tp", "cp", "ep", "launch", "gather", "recompute"), 0.0
-    )
+    names = ("compute", "tp", "cp", "ep", "launch", "gather", "recompute")
+    total: dict[str, float] = dict.fromkeys(names, 0.0)
     for row, block in zip(counts, times, strict=True):
         n = sum(row)
         total["compute"] += n * (block.compute_forward + block.compute_backward)

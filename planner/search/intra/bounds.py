@@ -29,8 +29,7 @@ class Messages:
             for c, near in zip(core.cost, core.near, strict=True)
         ]
         self._gamma = [
-            1.0
-            / max(sum(j > i for j, _ in near), sum(j < i for j, _ in near), 1)
+            1.0 / max(sum(j > i for j, _ in near), sum(j < i for j, _ in near), 1)
             for i, near in enumerate(core.near)
         ]
         self._ahead = [

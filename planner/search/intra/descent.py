@@ -134,9 +134,7 @@ class Descent:
         if level > self.bound:
             self.bound, self.prices = level, prices
 
-    def _step(
-        self, prices: FloatArray, choice: IntArray, level: float
-    ) -> FloatArray:
+    def _step(self, prices: FloatArray, choice: IntArray, level: float) -> FloatArray:
         unit = float(self.core.capacity.max())
         over = (self.core.load(choice) - self.core.capacity) / unit
         slope = np.where((prices > 0) | (over > 0), over, 0.0)

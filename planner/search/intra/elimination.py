@@ -98,7 +98,9 @@ def make_plan(
     position = {v: k for k, v in enumerate(order)}
     ordered = {
         v: tuple(sorted(around, key=lambda j: -position[j]))
-        for v, around in ((v, [j for j in s if j in position]) for v, s in scope.items())
+        for v, around in (
+            (v, [j for j in s if j in position]) for v, s in scope.items()
+        )
     }
     return Plan(tuple(order), ordered, tuple(sorted(held)), 2.0**largest)
 
