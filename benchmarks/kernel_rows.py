@@ -1,8 +1,8 @@
 """Rows of the micro-benchmark tables, as arguments of the cost models.
 
-What a source measured is not always an average kernel time. ``Bias`` says how it differs
-(time = ratio x price + delta); the values are fitted by ``benchmarks/fit/fit_gemm.py``
-and stay here, outside the product.
+What a source measured is not always an average kernel time. ``Bias`` says how it
+differs (time = ratio x price + delta); the values are fitted by
+``benchmarks/fit/fit_gemm.py`` and stay here, outside the product.
 """
 
 from __future__ import annotations
@@ -10,15 +10,24 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from cost_models.attention import AttentionConstants, cache_write, fused
+from cost_models.attention import (
+    AttentionConstants,
+    attention_pairs,
+    attention_time,
+    cache_write,
+    fused,
+)
 from cost_models.conv import Shape, implicit_gemm
+from cost_models.errors import SpecError
+from cost_models.gemm import gemm_time
 from cost_models.hardware import DeviceSpec, load_device
-from cost_models.roofline import dtype_bytes
+from cost_models.roofline import dtype_bytes, pointwise_time
 
 DATA = Path(__file__).parent / "data"
 BIAS_FILE = DATA / "measurement_bias.json"
@@ -81,11 +90,17 @@ def source_name(row: Row) -> str:
 
 def device_of(row: Row, dtype: str = "") -> DeviceSpec:
     """The row's device. DeepBench's int8 GEMMs ran on DP4A: 4 MACs per FP32 lane."""
-    name = row["gpu"]
-    try:
-        device = load_device(DEVICES.get(name, name))
-    except Exception as error:
-        raise SkipRow(f"unknown GPU {name}: {error}") from error
+    name = row["gpu"].strip()
+    bare = re.sub(r"\s*\([^)]*\)", "", name)  # without "(DGX-1)", "(inference set)"
+    tried = (DEVICES.get(name, name), DEVICES.get(bare, bare), bare.replace(" ", ""))
+    for candidate in tried:
+        try:
+            device = load_device(candidate)
+            break
+        except SpecError:
+            continue
+    else:
+        raise SkipRow(f"unknown GPU {name}")
     if dtype == "dp4a":
         peaks = (*device.peak_flops, ("dp4a", 4 * device.peak("fp32")))
         device = replace(device, peak_flops=peaks)
@@ -95,7 +110,10 @@ def device_of(row: Row, dtype: str = "") -> DeviceSpec:
 def dtype_of(row: Row) -> str:
     """The row's dtype as the cost models name it."""
     name = row["dtype"].strip()
-    return DTYPES.get(name, name)
+    if name in DTYPES:
+        return DTYPES[name]
+    first = re.split(r"[ _,(/]", name.lower())[0]
+    return {"float16": "fp16", "float32": "fp32", "nvfp4": "fp4"}.get(first, first)
 
 
 @lru_cache(maxsize=1)
@@ -166,7 +184,7 @@ def gemm_row(row: Row) -> GemmRow:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """One measured attention call; ``cached``: new K and V are also written to a cache."""
+    """One measured attention call; ``cached``: K and V are also written to a cache."""
 
     id: str
     source: str
@@ -246,7 +264,7 @@ CONV_COLUMNS = {
 
 
 def conv_rows(row: Row) -> list[ConvRow]:
-    """The measured directions of a row of micro_conv; raises SkipRow with the reason."""
+    """The measured directions of a row of micro_conv; raises SkipRow."""
     names = ("n_batch", "c_in", "k_out", "h", "w", "out_h", "out_w")
     names += ("filter_h", "filter_w", "stride_h", "stride_w")
     try:
@@ -268,3 +286,62 @@ def conv_rows(row: Row) -> list[ConvRow]:
     if not found:
         raise SkipRow("no measured direction")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """A transformer layer's forward: parts priced by the cost models, in seconds.
+
+    ``pass_s``: one elementwise kernel over (tokens, hidden); ``scores``: query-key
+    pairs of all heads. ``flash``: whether attention ran fused."""
+
+    id: str
+    gpu: str
+    flash: bool
+    hidden: int
+    gemm_s: float
+    attention_s: float
+    pass_s: float
+    scores: float
+    time_s: float
+
+
+def layer_row(row: Row) -> LayerRow:
+    """A row of micro_layer: GPT-NeoX layer, MLP of 4h, no gate; SkipRow if unpriced."""
+    names = ("micro_batch", "seq_len", "hidden", "heads", "tp", "flash_attn")
+    try:
+        batch, seq, hidden, heads, tp, flash = (int(float(row[c])) for c in names)
+        time_s = float(row["layer_fwd_ms"]) / 1e3
+    except ValueError as error:
+        raise SkipRow(f"missing size or time: {error}") from error
+    if tp != 1:
+        raise SkipRow("only tp=1 rows are single-GPU times")
+    dtype, device = dtype_of(row), device_of(row)
+    tokens, dim = batch * seq, hidden // heads
+    gemms = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden))
+    gemms += ((hidden, 4 * hidden),)
+    gemm_s = sum(gemm_time(device, tokens, n, k, 1, dtype).time_s for n, k in gemms)
+    kernel = "flash" if flash else "math"
+    sizes = (batch, heads, heads, seq, seq, dim, dim)
+    attention = attention_time(device, *sizes, dtype=dtype, kernel=kernel)
+    size = tokens * hidden * dtype_bytes(dtype)
+    return LayerRow(
+        row["id"],
+        device.name,
+        bool(flash),
+        hidden,
+        gemm_s,
+        attention.time_s,
+        pointwise_time(device, size, size).time_s,
+        float(batch * heads * attention_pairs(seq, seq, True)),
+        time_s,
+    )
+
+
+def measured_layer_s(
+    row: LayerRow, ratio: float, passes: float, score_s: float
+) -> float:
+    """GEMMs under sustained load, eager elementwise passes, and the fused kernel's cost
+    per score, which is what small head dims are bound by."""
+    fused_s = row.scores * score_s if row.flash else 0.0
+    return ratio * row.gemm_s + row.attention_s + fused_s + passes * row.pass_s

@@ -2,9 +2,9 @@
 
 FLOPs: with ``pairs`` the (query, key) pairs that a mask leaves,
   forward  2 pairs (qk_dim + v_dim),   backward (flash) 2 pairs (3 qk_dim + 2 v_dim)
-per query head and sequence. Kernels: ``flash`` (tiles in shared memory, no S x S bytes),
-``efficient`` (the same traffic at a lower rate: no asynchronous copies, works before
-Ampere), ``math`` (unfused: two GEMMs, and scores written and read by softmax).
+per query head and sequence. Kernels: ``flash`` (tiles in shared memory, no S x S
+bytes), ``efficient`` (the same traffic at a lower rate: no asynchronous copies, works
+before Ampere), ``math`` (unfused: two GEMMs, and scores written and read by softmax).
 Constants per GPU are read from ``utilization/attention.json``.
 """
 
@@ -20,6 +20,8 @@ from cost_models.records import DeviceSpec
 from cost_models.roofline import OpTime, dtype_bytes, op_time, pointwise_time
 from cost_models.surfaces import find_surface
 
+#: Architectures without the asynchronous copies that flash kernels need.
+BEFORE_AMPERE = ("maxwell", "pascal", "volta", "turing")
 KERNELS = ("flash", "efficient", "math")
 
 #: batch, q_heads, kv_heads, q_len, kv_len, qk_dim, v_dim
@@ -45,10 +47,10 @@ class AttentionConstants:
     eff: fraction of the dense peak in long sequences; backward: rate of backward over
     forward; ramp: keys' worth of fixed work per query tile; io: part of the bytes of q,
     k, v and o that does not hide under arithmetic; floor: shortest kernel over the
-    device's; decode_floor: the same for decode; mem: fraction of HBM in decode; sm_load:
-    load rate of one SM over its share of HBM; combine: cost of reducing 64 slices of
-    kv, over the shortest kernel; split_mha: 1 if kv is split without grouped queries
-    too; cache: fraction of HBM in writing the KV cache; efficient: rate of the
+    device's; decode_floor: the same for decode; mem: fraction of HBM in decode;
+    sm_load: load rate of one SM over its share of HBM; combine: cost of reducing 64
+    slices of kv, over the shortest kernel; split_mha: 1 if kv is split without grouped
+    queries too; cache: fraction of HBM in writing the KV cache; efficient: rate of the
     memory-efficient kernel over flash.
     """
 
@@ -112,10 +114,10 @@ def attention_time(
 ) -> OpTime:
     """Attention over (batch, q_heads, q_len, qk_dim) with (batch, kv_heads, kv_len).
 
-    Grouped queries read K and V once per KV head. A short ``q_len`` (decode) is bound by
-    K and V bytes, split over the SMs along kv. ``backward`` covers dQ, dK and dV, the
-    recomputed scores included. Raises SpecError for sizes below 1, heads that do not
-    divide, an unknown kernel, or flash on a GPU before Ampere.
+    Grouped queries read K and V once per KV head. A short ``q_len`` (decode) is bound
+    by K and V bytes, split over the SMs along kv. ``backward`` covers dQ, dK and dV,
+    the recomputed scores included. Raises SpecError for sizes below 1, heads that do
+    not divide, an unknown kernel, or flash on a GPU before Ampere.
     """
     sizes = (batch, q_heads, kv_heads, q_len, kv_len, qk_dim, v_dim)
     if min(sizes) < 1 or window < 0:
@@ -124,7 +126,7 @@ def attention_time(
         raise SpecError("query heads must divide by KV heads", f"{q_heads}, {kv_heads}")
     if kernel not in KERNELS:
         raise SpecError("unknown attention kernel", kernel, f"Use one of {KERNELS}")
-    if kernel == "flash" and device.arch in ("pascal", "volta", "turing"):
+    if kernel == "flash" and device.arch in BEFORE_AMPERE:
         raise SpecError(
             "flash attention needs Ampere or later", device.name, "Use efficient"
         )
@@ -255,7 +257,7 @@ def _math(
     backward: bool,
     flops: float,
 ) -> OpTime:
-    """Unfused: the GEMMs over all pairs (a mask saves nothing) and passes over scores."""
+    """Unfused: GEMMs over all pairs (a mask saves nothing), passes over scores."""
     batch, q_heads, _, q_len, kv_len, qk_dim, v_dim = sizes
     heads, elem = batch * q_heads, dtype_bytes(dtype)
     gemms = [gemm_time(device, q_len, kv_len, qk_dim, heads, dtype)]

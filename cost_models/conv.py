@@ -42,7 +42,7 @@ WINOGRAD_GAIN = 2.25
 
 #: What the correction sees, per direction: a quadratic surface over the log2 sizes of
 #: the GEMM and its ratio of memory to arithmetic time, apart for unit-stride 3x3 (where
-#: Winograd applies), strided and 1x1 kernels; ``thin``: log2 of padding of few channels.
+#: Winograd applies), strided and 1x1 kernels; ``thin``: log2 of channel padding.
 FEATURES = (
     "base",
     "square",
@@ -76,7 +76,7 @@ Weights = tuple[float, ...]
 @dataclass(frozen=True, slots=True)
 class ConvConstants:
     """Log of time over the GEMM of the same shape, linear in ``FEATURES``; fitted per
-    GPU and dtype by ``benchmarks/fit/fit_conv.py``, one row of weights per direction."""
+    GPU and dtype by ``benchmarks/fit/fit_conv.py``, one tuple per direction."""
 
     forward: Weights
     backward_input: Weights

@@ -8,6 +8,7 @@ from ``utilization/gemm.json``. Prices are of average kernel times with operands
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
@@ -86,9 +87,14 @@ def priced(
     batch: float,
     dtype: str,
     nbytes: float,
+    load_bytes: float = 0.0,
 ) -> OpTime:
-    """A GEMM whose HBM traffic is ``nbytes`` (implicit GEMMs move less than A, B, C)."""
+    """A GEMM whose HBM traffic is ``nbytes``: implicit GEMMs move less than A, B, C.
+
+    ``load_bytes``: of one operand element on its way to an SM, if not the dtype's."""
     on, surface = _on(device, dtype)
+    if load_bytes:
+        on = replace(on, load=load_bytes)
     m, n, k, batch = float(m), float(n), float(k), float(batch)
     flops = 2.0 * m * n * k * batch
     compute = mainloop_s(on, m, n, k, batch)
@@ -128,7 +134,7 @@ def gemm_times(
         logs = [
             interpolate(surface.knots, surface.grid, (r[0], r[1], r[2])) for r in rows
         ]
-        total = total * np.exp(np.array(logs)[np.arange(am.size).reshape(am.shape)])
+        total = total * np.exp(np.reshape(np.array(logs), am.shape))
     return np.maximum(total, limit_s(on, 2.0 * am * an * ak * ab, nbytes))
 
 
@@ -156,7 +162,7 @@ def weight_only_gemm_time(
     group: int = 128,
     dtype: str = "bf16",
 ) -> OpTime:
-    """y[m,n] = x[m,k] W[k,n] with W stored in ``weight_bits`` and unpacked in the kernel.
+    """y[m,n] = x[m,k] W[k,n], W stored in ``weight_bits`` and unpacked in the kernel.
 
     Bytes: x and y in ``dtype``, W in ``weight_bits`` / 8 plus a 16-bit scale and a
     zero point of ``weight_bits`` per ``group`` of k. Arithmetic runs in ``dtype``: at
@@ -170,7 +176,11 @@ def weight_only_gemm_time(
     groups = math.ceil(k / group)
     weights = n * (k * weight_bits / 8 + groups * (2 + weight_bits / 8))
     nbytes = weights + (m * k + m * n) * dtype_bytes(dtype)
-    dense = priced(device, m, n, k, 1, dtype, nbytes)
+    # of each 2 (tm + tn) k operand bytes, the tn rows of W are packed
+    packed = weights / (n * k)
+    share = min(m, 128) / (min(m, 128) + 128)
+    load = share * dtype_bytes(dtype) + (1 - share) * packed
+    dense = priced(device, m, n, k, 1, dtype, nbytes, load)
     unpack = DEQUANT_OPS * n * k * math.ceil(m / 128) / device.peak("fp32")
     memory_s = dense.memory_s
     hidden = max(0.0, memory_s - dense.compute_s)  # unpacking hides under the loads

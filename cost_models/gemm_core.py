@@ -13,7 +13,7 @@ epilogue in units of k. The result is never below max(FLOPs/peak, bytes/HBM).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,11 @@ class GemmConstants:
     and epilogue, in elements of k; waves: 1 = whole waves, 0 = no quantisation; mem:
     reachable fraction of HBM; sm_load: load rate of one SM over its share of HBM;
     step_ns: shortest step of the main loop (latency), per 128 bytes of k; floor:
-    shortest kernel over the device's; k_split: least k of a slice; split: cost of a split-K reduction over
+    shortest kernel over the device's; k_split: least k of a slice; split: cost of a
+    split-K reduction over
     its bytes; align32, align16, align4: added relative cost where the rows of A and B
-    are not multiples of 32, 16, 4 bytes (16, 8, 2 elements of 16 bits); norm: exponent that joins compute and memory (large = perfect overlap).
+    are not multiples of 32, 16, 4 bytes (16, 8, 2 elements of 16 bits); norm:
+    exponent that joins compute and memory (large = perfect overlap).
     quant_floor, quant_row_ns (8-bit dtypes): the kernel that scales and casts the
     activations, over the shortest kernel, and nanoseconds per row of all SMs.
     """
@@ -86,6 +88,7 @@ class Machine:
     hbm: float  # bytes/s
     kernel_s: float
     elem: float  # bytes of one element of A and B
+    load: float  # bytes of one element on its way to an SM: less if packed
     constants: GemmConstants
 
 
@@ -96,6 +99,7 @@ def machine(device: DeviceSpec, dtype: str, constants: GemmConstants) -> Machine
         device.peak(dtype),
         device.hbm_bytes_per_s,
         device.kernel_s,
+        dtype_bytes(dtype),
         dtype_bytes(dtype),
         constants,
     )
@@ -125,8 +129,8 @@ def _tiled(on: Machine, tile: tuple[int, int], m: Num, n: Num, k: Num, b: Num) -
     depth = k / most
     arithmetic = 2.0 * tm * tn * (depth + c.k0) / (on.peak * c.eff / on.sms)
     operands = _smaller(m, 0.0 * m + tm) + _smaller(n, 0.0 * m + tn)
-    load = operands * depth * on.elem / (on.hbm * c.sm_load / on.sms)
-    load = _larger(load, depth * on.elem * (c.step_ns * 1e-9 / STEP_BYTES))
+    load = operands * depth * on.load / (on.hbm * c.sm_load / on.sms)
+    load = _larger(load, depth * on.load * (c.step_ns * 1e-9 / STEP_BYTES))
     reduction = (most > 1.0) * c.split * (on.kernel_s + 8.0 * most * m * n * b / on.hbm)
     return waves * _larger(arithmetic, load) + reduction
 
@@ -148,12 +152,12 @@ def joined_s(on: Machine, compute_s: Num, nbytes: Num) -> Num:
     """Floor + p-norm of main loop and HBM traffic."""
     c = on.constants
     memory = nbytes / (on.hbm * c.mem)
-    both: Num = (compute_s**c.norm + memory**c.norm) ** (1.0 / c.norm)
-    return on.kernel_s * c.floor + both
+    both = (compute_s**c.norm + memory**c.norm) ** (1.0 / c.norm)
+    return cast("Num", on.kernel_s * c.floor + both)
 
 
 def quantise_s(on: Machine, m: Num, k: Num) -> Num:
-    """Seconds to scale and cast m rows of k 16-bit activations to 8 bits, row by row."""
+    """Seconds to scale and cast m rows of k 16-bit activations to 8 bits."""
     c = on.constants
     streamed = 3.0 * m * k / (on.hbm * c.mem)
     return on.kernel_s * c.quant_floor + m * (c.quant_row_ns * 1e-9) + streamed

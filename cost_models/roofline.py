@@ -1,8 +1,9 @@
 """The roofline: an op takes the longer of its arithmetic and its memory traffic.
 
 t = kernel + max(FLOPs / (peak x eff), bytes / (HBM x eff)). Every op function of this
-package returns an ``OpTime`` and leaves out the host's launch cost, which depends on the
-software stack (``cost_models.stacks``) and hides behind the device when that is busy.
+package returns an ``OpTime`` and leaves out the host's launch cost, which depends on
+the software stack (``cost_models.stacks``) and hides behind the device when that is
+busy.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class StackProfile:
     where the device is faster than the host. fused_pointwise: chains run as one kernel.
     cuda_graphs: no host time at all in the captured part. attention_kernel: flash,
     efficient or math. tp_overlap, dp_overlap, cp_overlap, pp_overlap, ep_overlap:
-    fraction of that communication that may hide under compute. overlap_slowdown: compute
-    seconds lost per hidden second of communication (shared SMs and HBM).
+    fraction of that communication that may hide under compute. overlap_slowdown:
+    compute seconds lost per hidden second of communication (shared SMs and HBM).
     fragmentation: fraction of allocated memory lost in the allocator. reserved_bytes:
     CUDA context, libraries and communicators. step_host_s: host time per step outside
     the graph of ops (data loader, optimizer bookkeeping, scheduler of a server).
@@ -144,7 +144,7 @@ _PROFILES = (
     ),
     _training(
         "fsdp",
-        "FSDP1/FSDP2 as in Composer and torchtitan: prefetched gathers, compiled blocks",
+        "FSDP as in Composer and torchtitan: prefetched gathers, compiled blocks",
         launch_us=5.0,
         fused=True,
         fragmentation=0.06,

@@ -2,8 +2,8 @@
 
 Each file holds entries written by ``benchmarks/fit`` with their source and error. An
 entry is found by the GPU's family and dtype; where a GPU was never measured, by the
-nearest measured relative (``like``), and last by the pooled ``datasheet`` entry, so that
-``measured`` says whether the surface belongs to the GPU itself.
+nearest measured relative (``RELATIVES``), and last by the pooled ``datasheet`` entry;
+``find_surface`` says whether the surface belongs to the GPU itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cost_models.records import DeviceSpec
 
 #: Measured relatives of an architecture, nearest first; same tensor-core generation.
 RELATIVES: dict[str, tuple[str, ...]] = {
+    "maxwell": ("V100", "T4"),
     "pascal": ("V100", "T4"),
     "volta": ("V100", "T4"),
     "turing": ("T4", "V100"),

@@ -140,7 +140,8 @@ def main() -> None:
         for phase in (True, False):
             part = [r for r in rows if (r.sizes[3] > 1) is phase]
             took = np.array([r.time_s for r in part])
-            print("  prefill" if phase else "  decode", errors(predict(part, c, warm), took))
+            name = "  prefill" if phase else "  decode"
+            print(name, errors(predict(part, c, warm), took))
         stored[f"attention-warm:{family}"] = {
             "ratio": round(warm, 3),
             "delta_s": 0.0,

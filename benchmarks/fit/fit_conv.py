@@ -52,7 +52,8 @@ def fit(rows: Sequence[ConvRow], ridge: float = RIDGE) -> Fit:
         penalty[0, 0] = 1e-6
         x = np.zeros(len(FEATURES))
         for _ in range(20):
-            x = np.linalg.solve(a.T @ (weight[:, None] * a) + penalty, a.T @ (weight * y))
+            normal = a.T @ (weight[:, None] * a) + penalty
+            x = np.linalg.solve(normal, a.T @ (weight * y))
             weight = 1 / np.sqrt(1 + ((y - a @ x) / SOFT) ** 2)
             weight *= len(weight) / weight.sum()
         found[direction] = x
@@ -126,7 +127,8 @@ def main() -> None:
             rest = [r for f in families if f != family for r in groups[f, dtype]]
             rows = groups[family, dtype]
             if rest:
-                left[family] = errors(predict(rows, fit(rest, POOLED_RIDGE)), measured(rows))["median_ape"]
+                seen = predict(rows, fit(rest, POOLED_RIDGE))
+                left[family] = errors(seen, measured(rows))["median_ape"]
         print("left out", dtype, left)
         pooled = fit([r for f in families for r in groups[f, dtype]], POOLED_RIDGE)
         out.append(

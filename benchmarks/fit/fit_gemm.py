@@ -2,7 +2,7 @@
 
 For each (GPU, dtype): constants of the analytic model by robust least squares on log
 time, then a smooth correction over (log2 rows, log2 n, log2 k). Sources that do not
-report average kernel time get one ratio and one offset each (``measurement_bias.json``),
+report average kernel time get one ratio and one offset (``measurement_bias.json``),
 found where the same GPU has an unbiased source. Prints the error in sample, with whole
 families of n held out, and with the GPU held out; writes both files.
 """
@@ -72,9 +72,11 @@ START, LOW, HIGH = (np.array([RANGES[n][i] for n in NAMES]) for i in range(3))
 KNOTS: Knots = (
     (0, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 17),
     (5, 8, 10, 11, 12, 13, 14, 17),
-    (8, 10, 11, 12, 13, 14, 17),
+    (9, 10, 11, 12, 13, 14, 17),
 )
-SMOOTH, RIDGE = 0.3, 0.02
+SMOOTH, RIDGE = 0.3, 0.05
+
+Grid = tuple[Knots, Array]
 
 REASONS = {
     "vidur": "median of profiled operator calls, with profiler overhead and 1 us steps",
@@ -151,16 +153,28 @@ def analytic(p: Packed, x: Array) -> tuple[Array, Array]:
     return t, quant
 
 
+def knots_of(parts: Sequence[Packed]) -> Knots:
+    """``KNOTS`` cut to the range of the data: beyond it the correction is constant."""
+    points = np.concatenate([p.points() for p in parts])
+    out: list[tuple[float, ...]] = []
+    for axis, low, high in zip(KNOTS, points.min(0), points.max(0), strict=True):
+        first = max((i for i, x in enumerate(axis) if x <= low), default=0)
+        last = min((i for i, x in enumerate(axis) if x >= high), default=len(axis) - 1)
+        first = min(first, len(axis) - 3)
+        out.append(axis[first : max(last, first + 2) + 1])
+    return tuple(out)
+
+
 def limited(p: Packed, t: Array) -> Array:
     on = machine(p.device, p.dtype, GemmConstants(*START))  # type: ignore[arg-type]
     return np.maximum(t, limit_s(on, 2 * p.m * p.n * p.k * p.batch, p.nbytes))
 
 
-def predicted(p: Packed, x: Array, grid: Array | None) -> Array:
+def predicted(p: Packed, x: Array, grid: Grid | None) -> Array:
     """What the source would measure, by the model."""
     t, quant = analytic(p, x)
     if grid is not None:
-        t = t * np.exp(design(KNOTS, p.points()) @ grid)
+        t = t * np.exp(design(grid[0], p.points()) @ grid[1])
     return p.ratio * (limited(p, t) + quant) + p.delta
 
 
@@ -178,29 +192,22 @@ def fit(parts: Sequence[Packed], start: Array = START, evals: int = 3000) -> Arr
     return fit_constants(residual, start, LOW, HIGH, evals)
 
 
-def correction(p: Packed, x: Array, smooth: float = SMOOTH) -> Array:
-    """The grid that the residuals leave; biased rows count by the model's share."""
-    t, quant = analytic(p, x)
-    rest = np.maximum((p.time_s - p.delta) / p.ratio - quant, 0.3 * t)
-    share = p.ratio * t / (p.ratio * (t + quant) + p.delta)
-    return fit_grid(KNOTS, p.points(), np.log(rest / t), share**2, smooth, RIDGE)
-
-
 def bias_from(
     parts: Sequence[tuple[Packed, Array]], offset: bool
 ) -> tuple[float, float]:
-    """(ratio, delta) of a source against the constants of unbiased rows."""
+    """(ratio >= 1, delta >= 0) of a source against constants of unbiased rows."""
     pairs = [(sum(analytic(p, x)), p.time_s) for p, x in parts]
     model = np.concatenate([a for a, _ in pairs])
     real = np.concatenate([b for _, b in pairs])
 
     def loss(z: Array) -> float:
-        seen = np.exp(z[0]) * model + (abs(z[1]) * 1e-6 if offset else 0.0)
+        seen = np.exp(abs(z[0])) * model + (abs(z[1]) * 1e-6 if offset else 0.0)
         r = np.log(seen / real)
         return float(np.mean(np.sqrt(r * r + 0.0025)))
 
-    z = minimize(loss, np.array([0.0, 5.0]), method="Nelder-Mead").x
-    return round(float(np.exp(z[0])), 4), round(abs(float(z[1])) * 1e-6, 8) * offset
+    z = minimize(loss, np.array([0.02, 5.0]), method="Nelder-Mead").x
+    ratio, delta_us = float(np.exp(abs(z[0]))), abs(float(z[1])) * offset
+    return round(ratio, 4), round(delta_us * 1e-6, 8)
 
 
 def surface_key(row: GemmRow) -> tuple[str, str]:
@@ -244,17 +251,10 @@ def merged(rows: Sequence[GemmRow], bias: dict[str, Bias]) -> list[Packed]:
     return [pack(part, bias) for part in by_device(rows)]
 
 
-def stack_points(parts: Sequence[Packed]) -> Packed:
-    """One table of parts whose devices share a surface (the first device's limits)."""
-    cut = {
-        f.name: np.concatenate([getattr(p, f.name) for p in parts])
-        for f in fields(parts[0])[2:]
-    }
-    return Packed(parts[0].device, parts[0].dtype, **cut)
-
-
-def grid_of(parts: Sequence[Packed], x: Array) -> Array:
-    """One correction over all parts of a surface."""
+def grid_of(parts: Sequence[Packed], x: Array) -> Grid:
+    """One correction over all parts of a surface: the log of what the residuals leave;
+    a biased source counts by the share of the model in its time."""
+    knots = knots_of(parts)
     points, target, weight = [], [], []
     for p in parts:
         t, quant = analytic(p, x)
@@ -263,10 +263,10 @@ def grid_of(parts: Sequence[Packed], x: Array) -> Array:
         target.append(np.log(rest / t))
         weight.append((p.ratio * t / (p.ratio * (t + quant) + p.delta)) ** 2)
     joined = (np.concatenate(v) for v in (points, target, weight))
-    return fit_grid(KNOTS, *joined, SMOOTH, RIDGE)
+    return knots, fit_grid(knots, *joined, SMOOTH, RIDGE)
 
 
-def evaluate(parts: Sequence[Packed], x: Array, grid: Array | None) -> dict[str, float]:
+def evaluate(parts: Sequence[Packed], x: Array, grid: Grid | None) -> dict[str, float]:
     real = np.concatenate([p.time_s for p in parts])
     return errors(np.concatenate([predicted(p, x, grid) for p in parts]), real)
 
@@ -288,12 +288,12 @@ def held_out(parts: Sequence[Packed], x: Array, folds: int = 4) -> dict[str, flo
     return errors(np.concatenate(seen), np.concatenate(real))
 
 
-def entry(family: str, dtype: str, x: Array, grid: Array | None, **extra: object):
+def entry(family: str, dtype: str, x: Array, grid: Grid | None, **extra: object):
     """One surface as it is stored."""
     digits = {n: float(f"{v:.4g}") for n, v in zip(NAMES, x, strict=True)}
     raw: dict[str, object] = {"family": family, "dtype": dtype, "constants": digits}
     if grid is not None:
-        raw |= {"knots": KNOTS, "grid": [round(float(g), 3) for g in grid]}
+        raw |= {"knots": grid[0], "grid": [round(float(g), 3) for g in grid[1]]}
     return raw | extra
 
 
@@ -322,7 +322,7 @@ def main() -> None:
     print(json.dumps(stored))
     out: list[object] = []
     packed = {key: merged(g, bias) for key, g in groups.items()}
-    fitted: dict[tuple[str, str], tuple[Array, Array]] = {}
+    fitted: dict[tuple[str, str], tuple[Array, Grid]] = {}
     for key, parts in sorted(packed.items()):
         x = fit(parts)
         grid = grid_of(parts, x)
@@ -349,7 +349,7 @@ def main() -> None:
 
 def datasheet(
     packed: dict[tuple[str, str], list[Packed]],
-    fitted: dict[tuple[str, str], tuple[Array, Array]],
+    fitted: dict[tuple[str, str], tuple[Array, Grid]],
 ) -> list[object]:
     """Pooled constants per dtype, and the error on each GPU left out."""
     out: list[object] = []

@@ -46,7 +46,7 @@ def fit_constants(
 
 
 def hat(knots: Sequence[float], x: Array) -> Array:
-    """Linear interpolation weights of ``x`` on ``knots``, clamped: (len(x), len(knots))."""
+    """Linear interpolation weights of ``x`` on ``knots``, clamped: a row per x."""
     eye = np.eye(len(knots))
     return np.stack([np.interp(x, knots, row) for row in eye], axis=1)
 
