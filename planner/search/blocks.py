@@ -241,6 +241,7 @@ class BlockProblem:
         self.fixed = fixed or {}
         self.indices = range(block.start, block.stop)
         self.strategies = {i: self._strategies(i) for i in self.indices}
+        self.shared = self.shared_activations()
         self.nodes: list[_Node] = []
         self.edges: dict[tuple[int, int], Matrix] = {}
         self.costs: list[Matrix] = []
@@ -332,7 +333,7 @@ class BlockProblem:
             rows *= extent
         return 3 * self.comm("all_reduce", 4.0 * rows)
 
-    def _shared(self) -> dict[str, list[int]]:
+    def shared_activations(self) -> dict[str, list[int]]:
         """Activations of the block that several of its ops (or ops and out) read."""
         result: dict[str, list[int]] = {}
         for i in self.indices:
@@ -402,7 +403,7 @@ class BlockProblem:
             node_of_op[i] = len(self.nodes)
             self.nodes.append(_Node(i, ""))
             self.costs.append(np.array([self._op_cost(i, s) for s in choices]))
-        shared = self._shared()
+        shared = self.shared
         for name, users in shared.items():
             self._add_shared(name, users, node_of_op)
         for i in self.indices:
@@ -482,7 +483,9 @@ class BlockProblem:
             ]
         )
 
-    def _shared_choices(self, name: str, users: list[int]) -> tuple[Shared, ...]:
+    def shared_choices(self, name: str) -> tuple[Shared, ...]:
+        """Placement and gradient state that a shared activation may have."""
+        users = self.shared[name]
         placements = {REPLICATED, self._state_of(name)}
         if self._made_here(name):
             source = self.facts.producer[name]
@@ -503,7 +506,7 @@ class BlockProblem:
     def _add_shared(
         self, name: str, users: list[int], node_of_op: dict[int, int]
     ) -> None:
-        choices = self._shared_choices(name, users)
+        choices = self.shared_choices(name)
         number = len(self.nodes)
         self.nodes.append(_Node(-1, name, choices))
         self.costs.append(np.zeros(len(choices)))
@@ -724,6 +727,14 @@ class BlockProblem:
                 self.size if p.kind == "S" else 1
             )
         return total
+
+    def is_legal(self, chosen: dict[int, Strategy], shared: dict[str, Shared]) -> bool:
+        """Whether every move that a choice needs exists and shared tensors agree."""
+        try:
+            self.collectives(chosen, shared)
+        except AssertionError:
+            return False
+        return True
 
     def _record(
         self,

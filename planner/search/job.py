@@ -135,7 +135,8 @@ class Job:
             self._graphs[key] = with_batch(base, micro_batch)
         return self._graphs[key]
 
-    def _pricer(self, micro_batch: int, cp: int) -> Pricer:
+    def pricer(self, micro_batch: int, cp: int) -> tuple[Pricer, GraphFacts]:
+        """The prices and facts of one micro-batch's graph."""
         key = (micro_batch, cp)
         if key not in self._pricers:
             graph = self.graph_for(micro_batch, cp)
@@ -143,7 +144,7 @@ class Job:
             self._pricers[key] = Pricer(
                 graph, self.device, self.stack, self.precision, self.training
             )
-        return self._pricers[key]
+        return self._pricers[key], self._facts[key]
 
     def comm(self, mesh: Mesh) -> MeshComm:
         if mesh not in self._comms:
@@ -189,8 +190,7 @@ class Job:
     def _solve_fixed(
         self, c: Configuration, fixed: dict[str, Placement]
     ) -> tuple[BlockSolution, ...] | None:
-        pricer = self._pricer(c.micro_batch, c.mesh.cp)
-        facts = self._facts[(c.micro_batch, c.mesh.cp)]
+        pricer, facts = self.pricer(c.micro_batch, c.mesh.cp)
         state = BoundaryState(c.state)
         if c.mesh.tp > 1 and not state_is_legal(facts, state, c.mesh.tp):
             return None
@@ -247,8 +247,7 @@ class Job:
         """Per run, seconds that no placement of one block can beat."""
         key = (c.mesh.tp, c.mesh.ep, c.mesh.cp, c.micro_batch)
         if key not in self._floors:
-            pricer = self._pricer(c.micro_batch, c.mesh.cp)
-            facts = self._facts[(c.micro_batch, c.mesh.cp)]
+            pricer, facts = self.pricer(c.micro_batch, c.mesh.cp)
             self._floors[key] = tuple(
                 BlockProblem(
                     facts,
