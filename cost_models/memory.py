@@ -1,11 +1,12 @@
 """Peak memory of one rank in a training step, by line, at the moment that binds.
 
-Three moments compete (all lines in bytes):
+Four moments compete (all lines in bytes):
 
 * ``forward_end``: parameters + optimizer states + gradients held so far + the saved
   activations of every micro-batch in flight + the loss on the last stage;
 * ``backward``: the same once the loss is gone, with one layer's working set (its
   gradients, or what recompute brings back), gathered parameters and gradient buckets;
+* ``backward_end``: all gradients, with the activations of the last layer alone;
 * ``optimizer_step``: no activations; all gradients and the optimizer's temporaries.
 
 Left out: allocator rounding below a block (512 B), host memory, and whatever other
@@ -242,37 +243,37 @@ def _states(x: MemoryInputs) -> _States:
 
 
 def training_memory(x: MemoryInputs) -> MemoryLines:
-    """Peak over the three moments of a step; see the module's docstring."""
+    """Peak over the moments of a step; see the module's docstring."""
     s = _states(x)
     lower, upper = _gathers(x), _bucket(x, s)
     saved = x.activation_bytes * x.in_flight + x.p2p_buffer_bytes + x.buffers_bytes
     held = s.gradients if (x.gradients_always or x.micro_batches > 1) else 0.0
+    temporary = x.optimizer_temporary * s.updated
+    copies = upper if x.ddp and not x.bucket_view else 0.0
+    # (gradients, activations, loss, gathers and buckets, the optimizer's workspace)
     moments = {
-        "forward_end": (held, saved, x.logits_bytes, lower),
+        "forward_end": (held, saved, x.logits_bytes, lower, 0.0),
         "backward": (
             held,
             saved + x.working_bytes,
             x.logits_saved_bytes,
             lower + (upper if held else 0.0),
-        ),
-        "optimizer_step": (
-            s.gradients,
-            x.buffers_bytes + x.optimizer_temporary * s.updated,
             0.0,
-            upper if x.ddp and not x.bucket_view else 0.0,
         ),
-        # as backward ends, all gradients are there and one layer's activations are
+        # all gradients are there by now, and the activations of one layer
         "backward_end": (
             s.gradients,
             x.working_bytes + x.buffers_bytes,
             0.0,
             lower + upper,
+            0.0,
         ),
+        "optimizer_step": (s.gradients, x.buffers_bytes, 0.0, copies, temporary),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
-    gradients, activations, logits, gathers = moments[moment]
+    gradients, activations, logits, gathers, stepping = moments[moment]
     cublas = CUBLAS_WORKSPACE_BYTES.get(x.arch, CUBLAS_WORKSPACE_DEFAULT_BYTES)
-    workspace = cublas + x.workspace_bytes
+    workspace = cublas + x.workspace_bytes + stepping
     lines = (s.parameters, gradients, s.optimizer, activations, logits, gathers)
     allocated = sum(lines) + workspace
     reserved = (

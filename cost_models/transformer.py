@@ -115,8 +115,11 @@ class ActivationProfile:
     token x h and token x f that backward of one layer holds beside the saved ones.
     ``routed``: bytes per routed token x h around the experts. ``gradient``: bytes per
     parameter that flow before they are added to the resident gradients.
-    ``workspace_bytes``: beside cuBLAS. ``margin``: share of activations that allocator
-    blocks and temporaries add.
+    ``optimizer_temporary``: bytes per updated parameter while the optimizer steps (an
+    unfused Adam: FP32 gradients and two temporaries). ``workspace_bytes``: beside
+    cuBLAS. ``margin``: share of activations that allocator blocks add.
+    ``unit_layers``: layers in one gathered ZeRO-3 unit. ``recipe``: by name in
+    :data:`cost_models.memory.RECIPES`.
     """
 
     name: str
@@ -134,6 +137,7 @@ class ActivationProfile:
     working_ffn: float = 0.0
     routed: float = 8.0
     gradient: float = 0.0
+    optimizer_temporary: float = 0.0
     workspace_bytes: float = 64.0 * MIB
     margin: float = 0.0
     unit_layers: float = 0.0  # layers in one gathered ZeRO-3 unit
@@ -144,7 +148,7 @@ class ActivationProfile:
 KORTHIKANTI = ActivationProfile(
     name="korthikanti",
     replicated=10,
-    attention=4,
+    attention=2,
     ffn=4,
     gated_ffn=6,
     score=5,
@@ -311,7 +315,9 @@ def rank_memory(
         live = in_flight(schedule, stage, split.pp, split.micro_batches, split.virtual)
     own = split.tp if split.sequence_parallel else 1
     message = 2 * tokens * dims.hidden / own
+    tables = (stage == 0) + (last and (split.pp > 1 or not dims.tied))
     elements = sum(g.elements for g in groups)
+    elements -= tables * dims.vocab * dims.hidden / split.tp  # theirs come last
     return MemoryInputs(
         device_memory_bytes=device_memory_bytes,
         groups=groups,
@@ -328,6 +334,7 @@ def rank_memory(
         logits_bytes=logits * (profile.loss_peak + held),
         logits_saved_bytes=logits * (profile.loss_saved + held),
         p2p_buffer_bytes=message if split.pp > 1 else 0.0,
+        optimizer_temporary=profile.optimizer_temporary,
         workspace_bytes=profile.workspace_bytes,
         arch=arch,
     )

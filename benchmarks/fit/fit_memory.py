@@ -50,7 +50,6 @@ NANOTRON = {
     "loss_gathered": (1.2, 0.5),
 }
 MEGATRON = {
-    "routed": (5.0, 2.0),
     "workspace_bytes": (8e7, 3e7),
     "margin": (0.08, 0.03),
 }
@@ -109,8 +108,8 @@ def report(
     keys: Sequence[str],
     free: dict[str, tuple[float, float]],
     tune: Tune,
-) -> dict[str, float]:
-    """Fit on all rows; print figures in sample and of two held-out folds."""
+) -> tuple[dict[str, float], dict[str, object]]:
+    """Fit on all rows; figures in sample and of two held-out folds, printed as well."""
     fold = np.array([crc32(k.encode()) % 2 for k in keys])
     measured = np.array([c.measured_bytes for c in cases])
     held = np.zeros(len(cases))
@@ -119,14 +118,13 @@ def report(
         test = [c for c, f in zip(cases, fold, strict=True) if f == side]
         held[fold == side] = predictions(test, fit(train, free, tune), tune)
     x = fit(cases, free, tune)
-    result = {
-        "profile": name,
-        "constants": {k: round(v, 4) for k, v in x.items()},
+    errors: dict[str, object] = {
         "in_sample": figures(predictions(cases, x, tune), measured),
         "held_out": figures(held, measured),
     }
-    print(json.dumps(result, indent=2))
-    return x
+    shown = {k: round(v, 4) for k, v in x.items()}
+    print(json.dumps({"profile": name, "constants": shown, **errors}, indent=2))
+    return x, errors
 
 
 def load_cases() -> tuple[list[Case], list[str], list[Case], list[str]]:
@@ -150,11 +148,12 @@ def load_cases() -> tuple[list[Case], list[str], list[Case], list[str]]:
 
 def main(argv: list[str]) -> None:
     nano, nano_keys, mega, mega_keys = load_cases()
-    x = report("nanotron", nano, nano_keys, NANOTRON, tune_nanotron)
-    y = report("megatron", mega, mega_keys, MEGATRON, tune_megatron)
+    x, nano_errors = report("nanotron", nano, nano_keys, NANOTRON, tune_nanotron)
+    y, mega_errors = report("megatron", mega, mega_keys, MEGATRON, tune_megatron)
     if "--write" not in argv:
         return
     document = json.loads(SPEC.read_text(encoding="utf-8"))
+    document["errors"] = {"nanotron": nano_errors, "megatron": mega_errors}
     for name, entry in document["profiles"].items():
         p = load_activation_profile(name)
         if name.startswith("nanotron"):
