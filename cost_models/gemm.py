@@ -27,7 +27,7 @@ from cost_models.gemm_core import (
 )
 from cost_models.records import DeviceSpec
 from cost_models.roofline import OpTime, dtype_bytes, op_time
-from cost_models.surfaces import Surface, find_surface, interpolate
+from cost_models.surfaces import ALIKE, Surface, find_surface, interpolate, surfaces
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
 
@@ -47,6 +47,16 @@ def measured(device: DeviceSpec, dtype: str) -> bool:
     """Whether the GPU itself was measured in ``dtype``; if not, prices come from a
     relative's constants or from the datasheet fallback."""
     return find_surface("gemm", device, dtype)[1]
+
+
+def sustained_ratio(device: DeviceSpec, dtype: str) -> float:
+    """GEMM time under minutes of full load over the short bursts that ``gemm_time``
+    prices: power-limited clocks. Fitted where both were measured on the GPU (B200);
+    1.0 elsewhere, which says that it is not known, not that clocks hold."""
+    names = (dtype, ALIKE.get(dtype, dtype))
+    table = surfaces("sustained")
+    found = (table.get((device.family, name)) for name in names)
+    return next((dict(s.constants)["ratio"] for s in found if s), 1.0)
 
 
 def _check(m: float, n: float, k: float, batch: float) -> None:

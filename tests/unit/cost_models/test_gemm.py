@@ -15,6 +15,7 @@ from cost_models.gemm import (
     gemm_times,
     measured,
     quantise_time,
+    sustained_ratio,
     weight_only_gemm_time,
 )
 from cost_models.hardware import device_names, load_device
@@ -139,6 +140,11 @@ def test_every_device_has_a_price_and_says_whether_it_was_measured() -> None:
     assert measured(A100, "bf16")
     assert measured(H100, "fp8")
     assert not measured(load_device("H200"), "bf16")
+
+
+def test_sustained_load_is_slower_where_it_was_measured() -> None:
+    assert 1.2 < sustained_ratio(load_device("B200"), "bf16") < 1.8
+    assert sustained_ratio(A100, "bf16") == 1.0
 
 
 def test_an_unknown_architecture_falls_back_to_the_datasheet_surface() -> None:
