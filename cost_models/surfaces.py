@@ -22,7 +22,7 @@ from cost_models.records import DeviceSpec
 RELATIVES: dict[str, tuple[str, ...]] = {
     "maxwell": ("V100", "T4"),
     "pascal": ("V100", "T4"),
-    "volta": ("V100", "T4"),
+    "volta": ("V100",),
     "turing": ("T4", "V100"),
     "ampere": ("A100", "A40"),
     "ada": ("L40S", "A40"),
