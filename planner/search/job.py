@@ -37,7 +37,14 @@ from planner.search.rank_memory import (
     static_bytes,
 )
 from planner.search.stages import Counts, Run, StageProblem
-from planner.search.step import BlockTimes, Sharding, StepTerms, assemble, block_times
+from planner.search.step import (
+    BlockTimes,
+    Ending,
+    Sharding,
+    StepTerms,
+    assemble,
+    block_times,
+)
 
 STATES = ("replicated", "sequence", "batch", "feature")
 #: Seconds that a saved byte is worth when a block is solved: a tie-break, and a price
@@ -422,12 +429,9 @@ class Job:
             if block.stop < len(self.collapsed.graph.ops) or self.chain[-1][1] > 1
         ]
         send_s = self.comm(c.mesh).p2p(max(sends, default=0.0))
-        gradients: list[float] = []
-        updates: list[float] = []
-        for counts in layout:
-            g, u = self._after(c, solutions, times, counts, setup)
-            gradients.append(g)
-            updates.append(u)
+        endings = [
+            self._ending(c, solutions, times, counts, setup) for counts in layout
+        ]
         terms = assemble(
             layout,
             times,
@@ -435,22 +439,21 @@ class Job:
             micro_batches=c.micro_batches,
             virtual=c.virtual,
             send_s=send_s,
-            gradient_s=gradients,
-            optimizer_s=updates,
+            endings=endings,
         )
         return Priced(c, tuple(layout), terms, memory, solutions)
 
-    def _after(
+    def _ending(
         self,
         c: Configuration,
         solutions: Sequence[BlockSolution],
         times: Sequence[BlockTimes],
         counts: Counts,
         setup: MemorySetup,
-    ) -> tuple[float, float]:
-        """(exposed gradient communication, optimizer) of one rank."""
+    ) -> Ending:
+        """What one rank does after its last backward."""
         if not self.training:
-            return 0.0, 0.0
+            return Ending()
         held = [(s, sum(r)) for s, r in zip(solutions, counts, strict=True) if sum(r)]
         groups = parameter_groups(setup, held)
         dense = sum(g.elements for g in groups if g.trainable)
@@ -460,22 +463,22 @@ class Job:
             backward += sum(row) * t.plain_backward
         exposed = self.gradient_seconds(c, dense, forward, backward)
         sync = sum(s.sync_bytes * n for s, n in held)
-        exposed += self.comm(c.mesh).seconds("tp", "all_reduce", sync)
-        if (
-            self.tied
-            and c.mesh.pp > 1
-            and any(p.name in self.tied for s, _ in held for p in s.parameters)
-        ):
-            nbytes = max(
+        tied = 0.0
+        if c.mesh.pp > 1:
+            shared = [
                 p.numel for s, _ in held for p in s.parameters if p.name in self.tied
-            )
-            exposed += 2 * self.comm(c.mesh).p2p(
-                nbytes * self.sharding(c).gradient_bytes
-            )
+            ]
+            nbytes = max(shared, default=0.0) * self.sharding(c).gradient_bytes
+            tied = 2 * self.comm(c.mesh).p2p(nbytes)
         own = sum(
             g.elements / (g.shard if c.zero else 1) for g in groups if g.trainable
         )
-        return exposed, self.optimizer_seconds(own)
+        return Ending(
+            exposed,
+            self.comm(c.mesh).seconds("tp", "all_reduce", sync),
+            tied,
+            self.optimizer_seconds(own),
+        )
 
     def gradient_seconds(
         self, c: Configuration, elements: float, forward: float, backward: float

@@ -153,7 +153,22 @@ class StepTerms:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     send_s: float
-    hardware_flops_scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Seconds of one rank after its last backward: exposed gradient sums over the data
+    axes, gradients of what the tensor axis replicates, gradients of tensors that first
+    and last stage share, and the parameter update."""
+
+    gradient_s: float = 0.0
+    tp_s: float = 0.0
+    tied_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.gradient_s + self.tp_s + self.tied_s + self.optimizer_s
 
 
 def rank_times(counts: Counts, times: Sequence[BlockTimes]) -> tuple[float, float]:
@@ -175,11 +190,9 @@ def assemble(
     micro_batches: int,
     virtual: int,
     send_s: float,
-    gradient_s: Sequence[float],
-    optimizer_s: Sequence[float],
+    endings: Sequence[Ending],
 ) -> StepTerms:
-    """The step of a layout. ``gradient_s`` and ``optimizer_s`` are per rank: exposed
-    gradient communication after the last backward, and the parameter update."""
+    """The step of a layout. ``endings``: per rank, what follows its last backward."""
     ranks = [rank_times(counts, times) for counts in layout]
     forward = [f for f, _ in ranks]
     backward = [b for _, b in ranks]
@@ -190,20 +203,19 @@ def assemble(
     busy = m * (forward[busiest] + backward[busiest])
     idle = max(0.0, pipe.total_s - busy)
     p2p = min(idle, pipe.p2p_exposed_s)
-    after = [g + o for g, o in zip(gradient_s, optimizer_s, strict=True)]
-    last = max(range(len(after)), key=lambda k: (after[k], -k))
+    last = max(endings, key=lambda e: e.total_s)
     return StepTerms(
-        total_s=pipe.total_s + after[last],
-        after_pipeline_s=after[last],
+        total_s=pipe.total_s + last.total_s,
+        after_pipeline_s=last.total_s,
         compute=m * causes["compute"],
-        tp_comm=m * causes["tp"],
+        tp_comm=m * causes["tp"] + last.tp_s,
         cp_comm=m * causes["cp"],
         ep_comm=m * causes["ep"],
-        dp_comm_exposed=m * causes["gather"] + gradient_s[last],
-        pp_p2p=p2p,
+        dp_comm_exposed=m * causes["gather"] + last.gradient_s,
+        pp_p2p=p2p + last.tied_s,
         pp_bubble=idle - p2p,
         recompute=m * causes["recompute"],
-        optimizer=optimizer_s[last],
+        optimizer=last.optimizer_s,
         launch=m * causes["launch"],
         forward_s=tuple(forward),
         backward_s=tuple(backward),
