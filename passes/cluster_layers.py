@@ -181,13 +181,17 @@ def partition(ops: Sequence[Op]) -> list[tuple[str, int, int]]:
 
 
 def _top_level(paths: Sequence[str]) -> list[str]:
-    """Children of the root, or of the only child that holds nearly everything."""
-    depth = 1
-    while depth < 4:
-        keys = [".".join(p.split(".")[:depth]) if p else "" for p in paths]
-        if len(set(keys) - {""}) > 2:
+    """Children with modules inside, of the root or of the only such child.
+
+    A leaf (one linear, one norm) is no block of its own: products that belong together
+    must be solved together.
+    """
+    for depth in range(1, 4):
+        prefixes = [".".join(p.split(".")[:depth]) if p else "" for p in paths]
+        nested = {x for x, p in zip(prefixes, paths, strict=True) if p != x}
+        keys = [x if x in nested else "" for x in prefixes]
+        if len(set(keys) - {""}) > 1:
             return keys
-        depth += 1
     return ["" for _ in paths]
 
 

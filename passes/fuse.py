@@ -37,51 +37,78 @@ def _volume(graph: OpGraph, op: Op) -> int:
     return max((prod(graph.tensor(n).shape) for n in names), default=0)
 
 
-def _groups(graph: OpGraph, start: int, stop: int) -> list[list[int]]:
-    """Groups of op indices inside one block, each in order.
+class _Grouping:
+    """Groups of one block's ops, grown in op order.
 
-    ``level`` is the length of the longest path in groups: an op joins its producer's
-    group only if none of its other inputs comes from a later level, so that no path
+    ``level`` is the length of the longest path of groups that leads to a group. An op
+    joins only a group of its deepest producers' level, and two groups become one only
+    at one level (a group that nobody else reads may be lifted to it), so no path
     leaves a group and returns.
     """
-    group_of: dict[int, int] = {}
-    members: list[list[int]] = []
-    level: list[int] = []
-    volume: list[int] = []
-    rows: list[set[int]] = []  # sizes that reductions in the group left
-    maker: dict[str, int] = {}
-    for i in range(start, stop):
-        op = graph.ops[i]
-        sources = [maker[n] for n in op.inputs if n in maker]
-        below = [group_of[s] for s in sources]
-        deepest = max((level[g] for g in below), default=-1)
-        size = _volume(graph, op)
+
+    def __init__(self, graph: OpGraph, start: int, stop: int) -> None:
+        self.graph = graph
+        self.group_of: dict[int, int] = {}
+        self.members: list[list[int]] = []
+        self.level: list[int] = []
+        self.volume: list[int] = []
+        self.rows: list[set[int]] = []  # sizes that reductions in the group left
+        self.read: list[bool] = []  # by another group
+        self.maker: dict[str, int] = {}
+        for i in range(start, stop):
+            self._place(i)
+
+    def _place(self, i: int) -> None:
+        op = self.graph.ops[i]
+        size = _volume(self.graph, op)
+        sources = [self.maker[n] for n in op.inputs if n in self.maker]
+        below = list(dict.fromkeys(self.group_of[s] for s in sources))
+        deepest = max((self.level[g] for g in below), default=-1)
         chosen = -1
         if op.kind in _BODY:
-            for source in sources:
-                g = group_of[source]
-                fits = (
-                    graph.ops[source].kind in _BODY
-                    and (volume[g] in (0, size) or size in rows[g])
-                    and level[g] == deepest
-                )
-                if fits and g > chosen:
-                    chosen = g
+            fitting = [g for g in below if self._fits(g, size)]
+            at_top = [g for g in fitting if self.level[g] == deepest]
+            if at_top:
+                chosen = at_top[0]
+                for g in fitting:
+                    if g != chosen and self._joins(g, deepest):
+                        self._join(chosen, g)
         if chosen < 0:
-            chosen = len(members)
-            members.append([])
-            level.append(deepest + 1)
-            volume.append(0)
-            rows.append(set())
-        members[chosen].append(i)
-        group_of[i] = chosen
+            chosen = self._new(deepest + 1)
+        for g in below:
+            if self.members[g] and g != chosen:
+                self.read[g] = True
+        self.members[chosen].append(i)
+        self.group_of[i] = chosen
         if op.kind not in _FREE:
-            volume[chosen] = max(volume[chosen], size)
+            self.volume[chosen] = max(self.volume[chosen], size)
         if op.kind is OpKind.REDUCE:
-            rows[chosen] |= {prod(graph.tensor(n).shape) for n in op.outputs}
-        for name in op.outputs:
-            maker[name] = i
-    return members
+            self.rows[chosen] |= {prod(self.graph.tensor(n).shape) for n in op.outputs}
+        self.maker |= dict.fromkeys(op.outputs, i)
+
+    def _new(self, level: int) -> int:
+        self.members.append([])
+        self.level.append(level)
+        self.volume.append(0)
+        self.rows.append(set())
+        self.read.append(False)
+        return len(self.members) - 1
+
+    def _fits(self, g: int, size: int) -> bool:
+        body = all(self.graph.ops[i].kind in _BODY for i in self.members[g][:1])
+        return body and (self.volume[g] in (0, size) or size in self.rows[g])
+
+    def _joins(self, g: int, deepest: int) -> bool:
+        return self.level[g] == deepest or not self.read[g]
+
+    def _join(self, target: int, source: int) -> None:
+        for i in self.members[source]:
+            self.group_of[i] = target
+        self.members[target] += self.members[source]
+        self.members[source] = []
+        self.volume[target] = max(self.volume[target], self.volume[source])
+        self.rows[target] |= self.rows[source]
+        self.read[target] = self.read[target] or self.read[source]
 
 
 def _kernels(ops: Sequence[Op], group: Sequence[int]) -> int:
@@ -94,7 +121,8 @@ def fuse(graph: OpGraph) -> OpGraph:
     spans = [(b.start, b.stop) for b in graph.blocks] or [(0, len(graph.ops))]
     number = 0
     for start, stop in spans:
-        for group in _groups(graph, start, stop):
+        found = _Grouping(graph, start, stop).members
+        for group in sorted(sorted(g) for g in found if g):
             if len(group) > 1 and _kernels(graph.ops, group) > 1:
                 fusion |= dict.fromkeys(group, number)
                 number += 1

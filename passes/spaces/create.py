@@ -46,7 +46,14 @@ from passes.spaces.registry import (
 )
 def create(call: Call) -> Spec:
     """Any part of the output can be made anywhere."""
-    return space(call, OpKind.CREATE, {}, [positional(len(call.out))])
+    labels = positional(len(call.out))
+    return space(call, OpKind.CREATE, {}, [labels], only_named=True)
+
+
+@rule("aten.rand_like", "aten.randn_like", "aten.randint_like")
+def random_like(call: Call) -> Spec:
+    labels = positional(len(call.out))
+    return space(call, OpKind.RANDOM, {}, [labels], only_named=True)
 
 
 @rule(

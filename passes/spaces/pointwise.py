@@ -139,9 +139,6 @@ def glu(call: Call) -> Spec:
     "aten.feature_alpha_dropout",
     "aten.bernoulli",
     "aten.bernoulli_",
-    "aten.rand_like",
-    "aten.randn_like",
-    "aten.randint_like",
     "aten.normal_",
     "aten.uniform_",
     "aten.exponential_",
@@ -167,7 +164,11 @@ def copy(call: Call) -> Spec:
     """A copy of one tensor; other tensors only name a dtype or device."""
     labels = positional(len(call.out))
     spec = space(
-        call, OpKind.COPY, {next(iter(call.args)): list(labels)}, [list(labels)]
+        call,
+        OpKind.COPY,
+        {next(iter(call.args)): list(labels)},
+        [list(labels)],
+        only_named=True,
     )
     if call.out_dtypes and call.tensors[0].dtype == call.out_dtypes[0]:
         base = call.target.split(".")[1]

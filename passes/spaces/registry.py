@@ -200,12 +200,14 @@ def space(
     coupled: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
     attrs: Mapping[str, Attr] | None = None,
+    only_named: bool = False,
 ) -> Spec:
     """Build a Spec from labels per operand.
 
     ``inputs``: schema name -> one label per axis (a string of one-letter labels, or a
     list; a tuple of labels is a merged axis; None a whole axis), or a list of these
-    for a tensor list. Their order is the operands' order; other tensors follow, whole.
+    for a tensor list. Their order is the operands' order; other tensors follow, whole,
+    or are left out with ``only_named`` (they give a shape or dtype, not data).
     Axes of size 1 are whole (broadcast). ``sizes`` gives those not readable from a
     plain axis. Raises :class:`RuleMismatch` where shapes disagree.
     """
@@ -218,7 +220,8 @@ def space(
         elif items(value) is not None:
             for item, item_labels in zip(call.refs(name), labels, strict=True):
                 chosen[item.index] = item_labels  # type: ignore[assignment]
-    order = list(chosen) + [t.index for t in call.tensors if t.index not in chosen]
+    rest = [] if only_named else [t.index for t in call.tensors]
+    order = [*chosen, *(index for index in rest if index not in chosen)]
     for index, labels in chosen.items():
         build.collect(labels, call.tensors[index].shape)
     for labels, shape in zip(outputs, call.outputs, strict=False):

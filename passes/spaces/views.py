@@ -115,6 +115,7 @@ def reshape_spec(call: Call, source: Shape, target: Shape) -> Spec:
         {next(iter(call.args)): new_in},
         [new_out],
         sizes=dict(zip(names, sizes, strict=True)),
+        only_named=True,
     )
 
 
@@ -195,7 +196,13 @@ def expand(call: Call) -> Spec:
     labels = positional(len(call.out))
     rank = call.tensors[0].rank
     source = labels[len(labels) - rank :]
-    return space(call, OpKind.VIEW, {next(iter(call.args)): source}, [labels])
+    return space(
+        call,
+        OpKind.VIEW,
+        {next(iter(call.args)): source},
+        [labels],
+        only_named=True,
+    )
 
 
 @rule("aten.broadcast_tensors")

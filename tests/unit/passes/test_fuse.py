@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from passes.cluster_layers import cluster_layers
 from passes.fuse import fuse
 from passes.ir import OpGraph, OpKind
 from passes.lower import lower
+from passes.trace import trace
 from tests.unit.passes.small_models import NAMES, traced
 
 
@@ -50,15 +52,41 @@ def test_groups_are_connected_and_stay_in_a_block(name: str) -> None:
             b.index for b in graph.blocks for i in members if b.start <= i < b.stop
         }
         assert len(blocks) == 1
-        made = {n for i in members for n in graph.ops[i].outputs}
-        for i in members[1:]:
-            assert made.intersection(graph.ops[i].inputs), graph.ops[i].name
+        reached: set[str] = set(graph.ops[members[0]].outputs)
+        left = set(members[1:])
+        while left:
+            joined = {
+                i
+                for i in left
+                if reached.intersection(graph.ops[i].inputs + graph.ops[i].outputs)
+            }
+            assert joined, [graph.ops[i].name for i in left]
+            for i in joined | set(members) - left:
+                reached |= {*graph.ops[i].inputs, *graph.ops[i].outputs}
+            left -= joined
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_matrix_ops_stay_alone(name: str) -> None:
     alone = (OpKind.GEMM, OpKind.CONV, OpKind.ATTENTION, OpKind.SORT, OpKind.GATHER)
     assert all(op.fusion < 0 for op in fused(name).ops if op.kind in alone)
+
+
+def test_rotary_is_one_kernel_from_both_halves() -> None:
+    graph = fused("grouped")
+    add = next(op for op in graph.ops if op.target == "aten.add.Tensor")
+    made = {n: op for op in graph.ops for n in op.outputs}
+    assert add.fusion >= 0
+    assert [made[n].fusion for n in add.inputs] == [add.fusion, add.fusion]
+
+
+def test_a_written_out_norm_is_one_kernel() -> None:
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * 2
+
+    graph = fuse(lower(trace(Norm(), (torch.zeros(4, 8, device="meta"),))))
+    assert {op.fusion for op in graph.ops} == {0}
 
 
 def test_norm_and_relu_run_with_the_residual() -> None:

@@ -21,6 +21,7 @@ from passes.lower import lower, with_batch
 from passes.pipeline import run_passes
 from passes.trace import trace
 from passes.traced import TracedModel
+from planner.presets import PRESETS
 from tests.unit.passes.small_models import GPT, NAMES, build, traced
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -82,6 +83,45 @@ def test_forward_flops_are_torchs(name: str) -> None:
         module(*args)
     counted = sum(o.forward_flops for o in graph(name).ops)
     assert counted == mode.get_total_flops() > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama3-8b", "bert-large", "t5-11b", "vit-l16", "resnet50", "unet-sd"],
+)
+def test_forward_flops_of_presets_are_torchs(name: str) -> None:
+    module, kwargs = PRESETS[name].build(dtype=torch.bfloat16)
+    lowered = run_passes(trace(module, (), kwargs))
+    with FlopCounterMode(display=False) as mode, sdpa_kernel(SDPBackend.MATH):
+        module(**kwargs)
+    counted = sum(o.forward_flops for o in lowered.ops)
+    assert counted == mode.get_total_flops() > 0
+    assert OpKind.UNKNOWN not in {o.kind for o in lowered.ops}
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3"])
+def test_grouped_products_count_where_torch_has_no_formula(name: str) -> None:
+    """torch counts nothing for _grouped_mm: the rest must agree, and each grouped
+    product is 2 x rows x n x k."""
+    module, kwargs = PRESETS[name].build(dtype=torch.bfloat16, size=256)
+    source = trace(module, (), kwargs, batch=2)
+    lowered = lower(source)
+    with FlopCounterMode(display=False) as mode, sdpa_kernel(SDPBackend.MATH):
+        source.graph_module(
+            *(
+                torch.zeros(
+                    n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta"
+                )
+                for n in source.graph_module.graph.find_nodes(op="placeholder")
+            )
+        )
+    grouped = [o for o in lowered.ops if o.kind is OpKind.GROUPED_GEMM]
+    rest = sum(o.forward_flops for o in lowered.ops if o not in grouped)
+    assert rest == mode.get_total_flops() > 0
+    for o in grouped:
+        rows, k = lowered.tensor(o.inputs[0]).shape
+        n = lowered.tensor(o.outputs[0]).shape[1]
+        assert o.forward_flops == 2 * rows * n * k
 
 
 @pytest.mark.parametrize("name", ["vision", "moe", "resnet"])
