@@ -19,6 +19,7 @@ from cost_models.memory import RECIPES, ParameterGroup
 from passes.ir import OpKind
 from planner.errors import InfeasibleError, PlannerError
 from planner.search.blocks import BlockSolution
+from planner.search.feasibility import MEMORY_LINES, thriftiest, what_would_fit
 from planner.search.job import RATES, STATES, Configuration, Job, Priced, tensor_limit
 from planner.search.mesh import Mesh, divisors, meshes
 from planner.search.rank_memory import (
@@ -316,6 +317,11 @@ class Search:
         pinned = self.limits.pins.get("recompute")
         return MODES if pinned is None else (str(pinned),)
 
+    def recompute_modes(self) -> tuple[int, ...]:
+        """Numbers of the modes worth trying where memory is short."""
+        modes = self._modes()
+        return (MODES.index("full"),) if "full" in modes else (MODES.index(modes[0]),)
+
     def _solve(self, c: Configuration) -> Priced | None:
         """Solve with the constants of an even layout, then with those of the layout
         found, until it fits and no rank's constant was taken too high."""
@@ -455,40 +461,19 @@ class Search:
 
     def _does_not_fit(self) -> InfeasibleError:
         """By how many bytes the thriftiest shape misses, where, and what would fit."""
-        thriftiest = self._thriftiest()
-        if thriftiest is None:
-            return InfeasibleError("no shape fits", None, "use more GPUs")
-        worst = max(
-            range(len(thriftiest.memory)),
-            key=lambda k: thriftiest.memory[k].over_bytes,
-        )
-        lines = thriftiest.memory[worst]
-        needed = self._gpus_that_fit(lines.total_bytes, lines.limit_bytes)
+        found = thriftiest(self)
+        if found is None:
+            return InfeasibleError("no shape has a legal placement", None, "unpin")
+        worst = max(range(len(found.memory)), key=lambda k: found.memory[k].over_bytes)
+        lines = found.memory[worst]
+        parts = {
+            name.removesuffix("_bytes"): getattr(lines, name) for name in MEMORY_LINES
+        }
+        largest = max(parts, key=lambda name: parts[name])
         return InfeasibleError(
             "the model does not fit the cluster",
             f"{lines.over_bytes:.0f} bytes ({lines.over_bytes / 2**30:.1f} GiB) "
-            f"missing on stage {worst} of the thriftiest shape",
-            f"use at least {needed} of these GPUs, or GPUs with "
-            f"{lines.total_bytes / 2**30:.0f} GiB",
+            f"missing on stage {worst} of the thriftiest shape, whose largest line is "
+            f"{largest} with {parts[largest] / 2**30:.1f} GiB",
+            what_would_fit(self),
         )
-
-    def _thriftiest(self) -> Priced | None:
-        best: tuple[float, Priced] | None = None
-        for c in self.configurations():
-            if c.virtual > 1 or (c.rate != RATES[-1] and c.mesh.tp > 1):
-                continue
-            if c.micro_batch > 1 or self.job.solutions(c) is None:
-                continue
-            mode = 2 if "full" in self._modes() else 0
-            priced = self.job.price(c, self.job.even_layout(c, mode))
-            over = max(lines.over_bytes for lines in priced.memory)
-            if best is None or over < best[0]:
-                best = (over, priced)
-        return best[1] if best else None
-
-    def _gpus_that_fit(self, total: float, limit: float) -> int:
-        gpus = self.job.cluster.num_gpus
-        node = self.job.cluster.gpus_per_node
-        grow = max(2, -(-int(total) // max(1, int(limit))))
-        wanted = gpus * grow
-        return wanted if wanted < node else -(-wanted // node) * node

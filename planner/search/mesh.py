@@ -50,10 +50,11 @@ def axis_group(size: int, stride: int, gpus_per_node: int) -> tuple[Group, int]:
     span = size * stride
     if span <= gpus_per_node:
         return Group(size, size), 1
-    per_node = max(1, gpus_per_node // stride) if stride < gpus_per_node else 1
-    per_node = min(per_node, size)
-    while size % per_node:
-        per_node -= 1
+    # the group spans this many nodes; ranks of one node count as equally many
+    nodes = -(-span // gpus_per_node)
+    least = -(-size // nodes)
+    whole = [d for d in divisors(size) if d <= gpus_per_node]
+    per_node = min((d for d in whole if d >= least), default=whole[-1])
     return Group(size, per_node), max(1, gpus_per_node // per_node)
 
 
