@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +21,7 @@ from planner.errors import PlannerError
 from planner.models import ModelSource, resolve_model
 from planner.plan import Plan, Prediction
 from planner.plan.documents import Document
+from planner.plan.names import parse_placement
 from planner.plan.records import (
     AlternativeRecord,
     CertificateRecord,
@@ -36,6 +38,7 @@ from planner.search.job import (
     tensor_limit,
 )
 from planner.search.mesh import Mesh
+from planner.search.placements import Placement
 from planner.search.recipes import recipes, why_slower
 from planner.search.stages import MODES, Counts
 from planner.traces import TRACED_DTYPE, GraphSource
@@ -82,13 +85,14 @@ def optimize(
 
     Raises PlannerError (the input is wrong) or InfeasibleError (nothing fits).
     """
-    setup = _prepare(
-        model, cluster, workload, memory_limit_bytes, example_inputs, strict,
-        dump_passes, progress,
-    )  # fmt: skip
-    job, training = setup.job, setup.training
     chosen = dict(pins or {})
     check_pins(chosen)
+    setup = _prepare(
+        model, cluster, workload, memory_limit_bytes, example_inputs, strict,
+        dump_passes, progress, _pinned_tensors(chosen),
+    )  # fmt: skip
+    job, training = setup.job, setup.training
+    _check_pinned(job)
     assert training.global_batch is not None
     check_batch(training.global_batch, job.cluster.num_gpus, chosen)
     if objective not in ("step_time", "cost"):
@@ -295,6 +299,7 @@ def _prepare(
     strict: bool,
     dump_passes: str | Path | None,
     progress: Progress | None,
+    pinned: Mapping[str, Placement] | None = None,
 ) -> _Setup:
     from dataclasses import replace
 
@@ -345,11 +350,29 @@ def _prepare(
             recipe=_recipe(training),
             memory_limit_bytes=limit,
             graph_at_cp=graphs.at_cp,
+            pinned=pinned,
         )
     except (SpecError, PassError) as error:
         raise PlannerError(error.what, error.value, error.fix) from error
     label = text or f"object:{type(model).__name__}"
     return _Setup(job, training, source.name, label, definition, warnings)
+
+
+def _pinned_tensors(pins: Mapping[str, PinValue]) -> dict[str, Placement]:
+    return {n: parse_placement(str(v)) for n, v in pins.items() if "." in n}
+
+
+def _check_pinned(job: Job) -> None:
+    """Raises unless every pinned tensor is a parameter of the model."""
+    names = {t.name for t in job.graph.parameters}
+    for name in job.pinned:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 3)
+            raise PlannerError(
+                "a pinned tensor is not a parameter of the model",
+                name,
+                f"nearest: {', '.join(near)}" if near else "",
+            )
 
 
 def _recipe(training: Training) -> str | None:

@@ -399,7 +399,8 @@ def _parameter_placements(job: Job, priced: Priced) -> dict[str, dict[str, str]]
                 axes["tp"] = str(p.placement)
             if c.mesh.ep > 1 and p.expert:
                 axes["ep"] = "S(0)"
-            if c.zero >= 3 and c.mesh.dp_shard > 1:
+            divided = p.name not in job.memory_setup(c).whole
+            if c.zero >= 3 and c.mesh.dp_shard > 1 and divided:
                 axes["dp_shard"] = "S(0)"
             result[p.name] = axes
     if c.mesh.tp > 1:

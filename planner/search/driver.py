@@ -19,7 +19,12 @@ from cost_models.memory import RECIPES, ParameterGroup
 from passes.ir import OpKind
 from planner.errors import InfeasibleError, PlannerError
 from planner.search.blocks import BlockSolution
-from planner.search.feasibility import MEMORY_LINES, thriftiest, what_would_fit
+from planner.search.feasibility import (
+    MEMORY_LINES,
+    conflicts,
+    thriftiest,
+    what_would_fit,
+)
 from planner.search.job import RATES, STATES, Configuration, Job, Priced, tensor_limit
 from planner.search.mesh import Mesh, divisors, meshes
 from planner.search.rank_memory import (
@@ -475,5 +480,16 @@ class Search:
             f"{lines.over_bytes:.0f} bytes ({lines.over_bytes / 2**30:.1f} GiB) "
             f"missing on stage {worst} of the thriftiest shape, whose largest line is "
             f"{largest} with {parts[largest] / 2**30:.1f} GiB",
-            what_would_fit(self),
+            "; ".join(
+                note
+                for note in (
+                    conflicts(self, lines.over_bytes),
+                    f"a limit of {lines.total_bytes:.0f} bytes fits"
+                    if lines.limit_bytes < self.job.device.memory_bytes
+                    and lines.total_bytes <= self.job.device.memory_bytes
+                    else "",
+                    what_would_fit(self),
+                )
+                if note
+            ),
         )

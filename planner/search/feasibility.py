@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cost_models.hardware import ClusterSpec, NetworkKind, parse_cluster
 from planner.search.job import Job, Priced
+from planner.search.placements import Placement
 
 if TYPE_CHECKING:
     from planner.search.driver import Search
@@ -61,10 +62,37 @@ def what_would_fit(search: Search) -> str:
                 f"{found.configuration.mesh.pp} pipeline ranks, "
                 f"ZeRO {found.configuration.zero})"
             )
-    if search.limits.pins:
-        pins = ", ".join(f"{k}={v}" for k, v in search.limits.pins.items())
-        return f"no {LARGEST} times larger cluster fits with {pins}: drop a pin"
     return f"not even {LARGEST} times as many of these GPUs fit: use larger GPUs"
+
+
+def conflicts(search: Search, missing: float) -> str:
+    """Which pins, with the memory limit, make it infeasible: dropping each alone either
+    fits or saves so many bytes. Empty without pins."""
+    notes: list[str] = []
+    for name in search.limits.pins:
+        found = thriftiest(without(search, name), stop_at_fit=True)
+        if found is None:
+            continue
+        over = max(lines.over_bytes for lines in found.memory)
+        if over <= 0:
+            notes.append(f"without the pin {name}={search.limits.pins[name]} it fits")
+        elif over < missing:
+            notes.append(
+                f"the pin {name}={search.limits.pins[name]} costs "
+                f"{missing - over:.0f} of these bytes"
+            )
+    return "; ".join(notes)
+
+
+def without(search: Search, name: str) -> Search:
+    """The same search with one pin dropped."""
+    from planner.search.driver import Limits, Search
+
+    job = search.job
+    pins = {k: v for k, v in search.limits.pins.items() if k != name}
+    pinned = {k: v for k, v in job.pinned.items() if k != name}
+    again = _job(job, job.cluster, pinned)
+    return Search(again, search.global_batch, Limits(pins))
 
 
 def larger(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
@@ -94,8 +122,15 @@ def _on(search: Search, cluster: ClusterSpec) -> Search:
     """The same search on another cluster; the batch grows with data parallelism."""
     from planner.search.driver import Search
 
-    job = search.job
-    grown = Job(
+    batch = search.global_batch
+    if batch % cluster.num_gpus:
+        batch = cluster.num_gpus * -(-batch // cluster.num_gpus)
+    job = _job(search.job, cluster, search.job.pinned)
+    return Search(job, batch, search.limits)
+
+
+def _job(job: Job, cluster: ClusterSpec, pinned: Mapping[str, Placement]) -> Job:
+    return Job(
         job.graph,
         cluster,
         job.stack,
@@ -105,8 +140,5 @@ def _on(search: Search, cluster: ClusterSpec) -> Search:
         recipe=job.recipe,
         memory_limit_bytes=job.limit_bytes,
         graph_at_cp=job.graph_at_cp,
+        pinned=pinned,
     )
-    batch = search.global_batch
-    if batch % cluster.num_gpus:
-        batch = cluster.num_gpus * -(-batch // cluster.num_gpus)
-    return Search(grown, batch, search.limits)

@@ -6,7 +6,7 @@ configurations; the search chooses among them, ``predict`` asks about one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.hardware import ClusterSpec
@@ -89,7 +89,9 @@ class Job:
     """Prices configurations of one model on one cluster.
 
     ``graph``: of one sequence chunk; ``graph_at_cp(cp)`` gives the graph whose samples
-    hold 1/cp of the tokens while attention still sees all keys.
+    hold 1/cp of the tokens while attention still sees all keys. ``pinned``: tensor
+    placements on the tensor axis; one pinned as replicated is not divided by ZeRO
+    either.
     """
 
     def __init__(
@@ -104,7 +106,9 @@ class Job:
         recipe: str | None = None,
         memory_limit_bytes: float | None = None,
         graph_at_cp: GraphSource | None = None,
+        pinned: Mapping[str, Placement] | None = None,
     ) -> None:
+        self.pinned = dict(pinned or {})
         self.graph, self.cluster, self.stack = graph, cluster, stack
         self.collapsed = collapse(graph)
         self.device = cluster.device
@@ -175,10 +179,10 @@ class Job:
         return self._solved[key]
 
     def _solve(self, c: Configuration) -> tuple[BlockSolution, ...] | None:
-        options: list[dict[str, Placement]] = [{}]
+        options: list[dict[str, Placement]] = [self.pinned]
         if self.tied and c.mesh.tp > 1:
             options = [
-                dict.fromkeys(self.tied, placement)
+                {**dict.fromkeys(self.tied, placement), **self.pinned}
                 for placement in (shard(0), REPLICATED, shard(1))
             ]
         best: tuple[float, tuple[BlockSolution, ...]] | None = None
@@ -304,6 +308,7 @@ class Job:
             fragmentation=self.stack.fragmentation,
             micro_batches=c.micro_batches,
             training=self.training,
+            whole=frozenset(n for n, p in self.pinned.items() if p.kind == "R"),
         )
 
     def in_flight(self, c: Configuration) -> tuple[float, ...]:
@@ -429,6 +434,7 @@ class Job:
             if block.stop < len(self.collapsed.graph.ops) or self.chain[-1][1] > 1
         ]
         send_s = self.comm(c.mesh).p2p(max(sends, default=0.0))
+        send_s = send_s * (1 - self.stack.pp_overlap) + self.stack.stage_host_s
         endings = [
             self._ending(c, solutions, times, counts, setup) for counts in layout
         ]
@@ -478,6 +484,7 @@ class Job:
             self.comm(c.mesh).seconds("tp", "all_reduce", sync),
             tied,
             self.optimizer_seconds(own),
+            self.stack.step_host_s,
         )
 
     def gradient_seconds(
@@ -504,6 +511,7 @@ class Job:
             backward,
             forward,
             self.stack.dp_overlap,
+            self.stack.overlap_slowdown,
         ).exposed_s
 
     def optimizer_seconds(self, elements: float) -> float:
@@ -514,11 +522,13 @@ class Job:
         write = elements * (states + recipe.parameter)
         if read + write == 0:
             return 0.0
-        return pointwise_time(self.device, read, write, 12 * elements).time_s
+        update = pointwise_time(self.device, read, write, 12 * elements)
+        return update.time_s / self.stack.optimizer_rate
 
 
 def _recipe(precision: str) -> str:
-    return {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(precision, "fp32")
+    known = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp4": "fp8"}
+    return known.get(precision, "fp32")
 
 
 def state_is_legal(facts: GraphFacts, state: BoundaryState, size: int) -> bool:

@@ -130,10 +130,10 @@ class Pricer:
             return "tf32"
         if (
             base == "bf16"
-            and self.precision == "fp8"
+            and self.precision in ("fp8", "fp4")
             and op.kind in (OpKind.GEMM, OpKind.GROUPED_GEMM)
         ):
-            return "fp8"
+            return self.precision
         return base
 
     def price(
@@ -207,9 +207,10 @@ class Pricer:
             backward += gemm_time(self.device, n, k, m, batch, dtype, "TN", out).time_s
             kernels += 1
         scale = self._scale(op, local)
+        rate = self.stack.matrix_rate
         return OpPrice(
-            forward.time_s,
-            backward,
+            forward.time_s / rate,
+            backward / rate,
             1,
             kernels,
             op.forward_flops * scale,
@@ -223,7 +224,7 @@ class Pricer:
             kernel = "efficient"
 
         def time(backward: bool) -> float:
-            return attention_time(
+            found = attention_time(
                 self.device,
                 *sizes,
                 dtype=self.dtype(op),
@@ -231,7 +232,8 @@ class Pricer:
                 kernel=kernel,
                 backward=backward,
                 window=op.number("window"),
-            ).time_s
+            )
+            return found.time_s / self.stack.attention_rate
 
         scale = self._scale(op, local)
         train = self.training and op.backward_flops > 0
@@ -358,8 +360,14 @@ class Pricer:
                 backward = pointwise_time(
                     self.device, write + saved, grads_in, 2 * flops
                 ).time_s
+        rate = self.stack.memory_rate
         return OpPrice(
-            forward, backward, kernels, kernels if differentiable else 0, 0.0, 0.0
+            forward / rate,
+            backward / rate,
+            kernels,
+            kernels if differentiable else 0,
+            0.0,
+            0.0,
         )
 
 

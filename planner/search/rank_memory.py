@@ -40,6 +40,7 @@ class MemorySetup:
     fragmentation: float
     micro_batches: int
     training: bool = True
+    whole: frozenset[str] = frozenset()  # pinned: no data axis divides them
 
     @property
     def shard(self) -> int:
@@ -83,8 +84,8 @@ def parameter_groups(
                 count_here = 1
             else:
                 count_here = count
-            shard = setup.shard
-            if held_here.expert and setup.zero:
+            shard = 1 if name in setup.whole else setup.shard
+            if held_here.expert and setup.zero and shard > 1:
                 shard = max(1, shard // setup.mesh.ep)
             if tensor.trainable and setup.training:
                 key = ("", shard)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cost_models.overlap import exposed
 from cost_models.pipeline import step_time
 from cost_models.stacks import StackProfile
 from planner.search.blocks import BlockSolution
@@ -36,6 +37,7 @@ class BlockTimes:
     gather_forward: float  # ZeRO-3 parameter gathers that computation does not hide
     gather_backward: float
     core_forward: float
+    selective_share: float = 0.0  # of the forward, that selective recompute repeats
 
     @property
     def forward(self) -> float:
@@ -64,7 +66,8 @@ class BlockTimes:
 
     def extra(self, mode: int) -> float:
         """Recomputation of mode none, selective, full."""
-        return (0.0, self.core_forward, self.replay)[mode]
+        selective = self.selective_share * self.replay or self.core_forward
+        return (0.0, selective, self.replay)[mode]
 
     def seconds(self, mode: int) -> float:
         return self.forward + self.plain_backward + self.extra(mode)
@@ -107,8 +110,11 @@ def block_times(
         scatter = comm.seconds(
             "dp_shard", "reduce_scatter", numel * sharding.gradient_bytes
         )
-        gather_f = max(0.0, gather - stack.dp_overlap * max(busy_f, host_f))
-        gather_b = max(0.0, gather + scatter - stack.dp_overlap * max(busy_b, host_b))
+        under = (gather, max(busy_f, host_f)), (gather + scatter, max(busy_b, host_b))
+        gather_f, gather_b = (
+            exposed(comm_s, work_s, stack.dp_overlap, stack.overlap_slowdown).exposed_s
+            for comm_s, work_s in under
+        )
         if not sharding.training:
             gather_b = 0.0
     cp = 0.0
@@ -131,6 +137,7 @@ def block_times(
         gather_forward=gather_f,
         gather_backward=gather_b,
         core_forward=solution.core_forward_s,
+        selective_share=stack.selective_share,
     )
 
 
@@ -165,10 +172,12 @@ class Ending:
     tp_s: float = 0.0
     tied_s: float = 0.0
     optimizer_s: float = 0.0
+    host_s: float = 0.0  # data loading and bookkeeping that the device waits for
 
     @property
     def total_s(self) -> float:
-        return self.gradient_s + self.tp_s + self.tied_s + self.optimizer_s
+        sums = self.gradient_s + self.tp_s + self.tied_s
+        return sums + self.optimizer_s + self.host_s
 
 
 def rank_times(counts: Counts, times: Sequence[BlockTimes]) -> tuple[float, float]:
@@ -216,7 +225,7 @@ def assemble(
         pp_bubble=idle - p2p,
         recompute=m * causes["recompute"],
         optimizer=last.optimizer_s,
-        launch=m * causes["launch"],
+        launch=m * causes["launch"] + last.host_s,
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         send_s=send_s,
