@@ -26,6 +26,13 @@ class StackProfile:
     fragmentation: fraction of allocated memory lost in the allocator. reserved_bytes:
     CUDA context, libraries and communicators. step_host_s: host time per step outside
     the graph of ops (data loader, optimizer bookkeeping, scheduler of a server).
+    matrix_rate, attention_rate, memory_rate: rate that GEMMs, fused attention and
+    memory-bound kernels reach inside this stack, over what the kernel models (fitted
+    on micro-benchmarks) say. optimizer_rate: the same for the parameter update.
+    selective_share: part of a block's forward that selective recompute repeats (0: the
+    attention core alone). stage_host_s: host time per micro-batch and stage of a
+    pipeline (schedule and handshakes). expert_host_s: host time per layer of experts
+    and pass (routing decisions that the host waits for).
     """
 
     name: str
@@ -43,6 +50,13 @@ class StackProfile:
     reserved_bytes: float
     step_host_s: float
     description: str
+    matrix_rate: float = 1.0
+    attention_rate: float = 1.0
+    memory_rate: float = 1.0
+    optimizer_rate: float = 1.0
+    selective_share: float = 0.0
+    stage_host_s: float = 0.0
+    expert_host_s: float = 0.0
 
     def __post_init__(self) -> None:
         fractions = (
@@ -55,8 +69,23 @@ class StackProfile:
         )
         if min(fractions) < 0 or max(fractions) > 1:
             raise SpecError("a stack's fractions are in 0..1", self.name)
-        if min(self.launch_s, self.step_host_s, self.reserved_bytes) < 0:
+        costs = (
+            self.launch_s,
+            self.step_host_s,
+            self.stage_host_s,
+            self.expert_host_s,
+            self.reserved_bytes,
+        )
+        if min(costs) < 0:
             raise SpecError("a stack's costs are >= 0", self.name)
+        rates = (
+            self.matrix_rate,
+            self.attention_rate,
+            self.memory_rate,
+            self.optimizer_rate,
+        )
+        if min(rates) <= 0:
+            raise SpecError("a stack's rates are above 0", self.name)
         if self.attention_kernel not in ("flash", "efficient", "math"):
             raise SpecError("unknown attention kernel", self.attention_kernel)
 
@@ -163,6 +192,77 @@ _PROFILES = (
         fused=True,
         tp=0.5,
         pp=0.5,
+    ),
+    _training(
+        "megatron-2020",
+        "Megatron-LM of 2020: unfused attention, gradients summed after backward",
+        launch_us=8.0,
+        fused=True,
+        dp=0.0,
+        attention="math",
+    ),
+    _training(
+        "megatron-2021",
+        "Megatron-LM of 2021-22: fused softmax and bias kernels, no DP overlap",
+        launch_us=6.0,
+        fused=True,
+        dp=0.0,
+        attention="math",
+    ),
+    _training(
+        "megatron-deepspeed",
+        "Megatron-DeepSpeed: the kernels of Megatron-LM 2021, DeepSpeed's pipeline",
+        launch_us=8.0,
+        fused=True,
+        dp=0.0,
+        attention="math",
+    ),
+    _training(
+        "megatron-bridge",
+        "Megatron-Bridge and NeMo on Megatron Core: TP and DP overlapped, FP8",
+        launch_us=4.0,
+        fused=True,
+        tp=0.5,
+        pp=0.5,
+    ),
+    _training(
+        "megatron-exposed",
+        "Megatron Core with its overlaps switched off",
+        launch_us=5.0,
+        fused=True,
+        dp=0.0,
+    ),
+    _training(
+        "llm-foundry",
+        "Composer and llm-foundry: FSDP, flash attention in Triton, eager blocks",
+        launch_us=6.0,
+        fused=False,
+    ),
+    _training(
+        "torchtitan", "torchtitan: FSDP2, compiled blocks", launch_us=4.0, fused=True
+    ),
+    _training(
+        "torchtitan-async-tp",
+        "torchtitan with TP collectives split into the matrix products",
+        launch_us=4.0,
+        fused=True,
+        tp=0.6,
+    ),
+    _training(
+        "torchtitan-eager", "torchtitan without compile", launch_us=8.0, fused=False
+    ),
+    _training(
+        "internevo",
+        "InternEvo: flash attention, ZeRO-1 inside the node, overlapped gradients",
+        launch_us=6.0,
+        fused=False,
+    ),
+    _training(
+        "bert-dle",
+        "NVIDIA DeepLearningExamples BERT: apex kernels, unfused attention",
+        launch_us=6.0,
+        fused=True,
+        attention="math",
     ),
     _serving("trtllm", "TensorRT-LLM engine", launch_us=1.0, host_ms=0.3),
     _serving("vllm", "vLLM with CUDA graphs in decode", launch_us=1.0, host_ms=1.5),
