@@ -15,7 +15,7 @@ from cost_models.overlap import data_parallel
 from cost_models.pipeline import in_flight
 from cost_models.roofline import pointwise_time
 from cost_models.stacks import StackProfile
-from passes.ir import Block, OpGraph, OpKind, TensorKind
+from passes.ir import Block, Op, OpGraph, OpKind, TensorKind
 from passes.lower import with_batch
 from planner.errors import PlannerError
 from planner.search.blocks import (
@@ -553,12 +553,22 @@ def tensor_limit(graph: OpGraph, size: int) -> str | None:
     for op in graph.ops:
         if op.kind is not OpKind.ATTENTION:
             continue
-        heads, kv = op.number("q_heads"), op.number("kv_heads")
+        heads = op.number("q_heads")
         if heads % size:
             return f"{heads} heads not divisible by {size}"
+        kv = key_value_heads(op)
         if kv % size:
             return f"{kv} key-value heads not divisible by {size}"
     return None
+
+
+def key_value_heads(op: Op) -> int:
+    """Key-value heads of an attention before a repetition to the query heads: the
+    outer factor of the keys' head axis (the repetition is the inner one)."""
+    keys = op.space.inputs[1]
+    if len(keys.axes) < 4 or not keys.axes[-3].dims:
+        return op.number("kv_heads")
+    return op.space.dim(keys.axes[-3].dims[0]).size
 
 
 def scaled_context(graph: OpGraph, cp: int) -> OpGraph:
@@ -579,29 +589,45 @@ def scaled_context(graph: OpGraph, cp: int) -> OpGraph:
     return graph.with_ops(tuple(ops))
 
 
+def layer_runs(job: Job) -> tuple[int, int]:
+    """First run and end of the runs that hold the model's layers: the longest run, and
+    its neighbours out of the same list of modules (``layers.0`` may differ from the
+    rest because it alone keeps what all layers share)."""
+    counts = [n for _, n in job.chain]
+    lists = [block.name.rpartition(".")[0] for block, _ in job.chain]
+    main = max(range(len(counts)), key=lambda i: counts[i])
+    first, stop = main, main + 1
+    while first > 0 and lists[main] and lists[first - 1] == lists[main]:
+        first -= 1
+    while stop < len(counts) and lists[main] and lists[stop] == lists[main]:
+        stop += 1
+    return first, stop
+
+
 def stage_sizes(job: Job, pp: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     """Blocks per stage: layers of the longest run as given or as even as possible, the
     blocks before them on the first stage, those after on the last."""
     counts = [n for _, n in job.chain]
-    main = max(range(len(counts)), key=lambda i: counts[i])
-    before, after = sum(counts[:main]), sum(counts[main + 1 :])
-    if counts[main] < pp:  # no long run: cut all blocks evenly
+    first, stop = layer_runs(job)
+    before, after = sum(counts[:first]), sum(counts[stop:])
+    repeated = sum(counts[first:stop])
+    if repeated < pp:  # no long run: cut all blocks evenly
         total = sum(counts)
         base, extra = divmod(total, pp)
         return tuple(base + (k < extra) for k in range(pp))
     if layers is None:
-        base, extra = divmod(counts[main], pp)
+        base, extra = divmod(repeated, pp)
         # the ends hold the embedding and the head: spare layers go to the middle
         order = sorted(range(pp), key=lambda k: (k in (0, pp - 1), k))
         sizes = [base] * pp
         for k in order[:extra]:
             sizes[k] += 1
     else:
-        if sum(layers) != counts[main] or len(layers) != pp:
+        if sum(layers) != repeated or len(layers) != pp:
             raise PlannerError(
                 "layers per stage do not add up to the model's layers",
-                f"{sum(layers)} of {counts[main]} on {len(layers)} stages",
-                f"give {pp} counts that add up to {counts[main]}",
+                f"{sum(layers)} of {repeated} on {len(layers)} stages",
+                f"give {pp} counts that add up to {repeated}",
             )
         sizes = list(layers)
     sizes[0] += before
@@ -618,23 +644,29 @@ def recompute_layout(
         layout = job.layout_of(sizes, [mode] * len(sizes))
         return tuple(_only_layers(job, counts) for counts in layout)
     layout = job.layout_of(sizes, [0] * len(sizes))
-    main = max(range(len(job.chain)), key=lambda i: job.chain[i][1])
+    first, stop = layer_runs(job)
     result: list[Counts] = []
     for counts, full in zip(layout, recompute, strict=True):
-        rows = list(counts)
-        held = sum(rows[main])
+        rows, left = list(counts), full
+        held = sum(sum(row) for row in rows[first:stop])
         if full > held:
             raise PlannerError(
                 "more recomputed layers than the stage has", f"{full} of {held}"
             )
-        rows[main] = (held - full, 0, full)
+        for run in range(first, stop):
+            here = min(left, sum(rows[run]))
+            rows[run] = (sum(rows[run]) - here, 0, here)
+            left -= here
         result.append(tuple(rows))
     return tuple(result)
 
 
 def _only_layers(job: Job, counts: Counts) -> Counts:
     """Recompute is for repeated layers: single blocks keep their activations."""
+    first, stop = layer_runs(job)
     return tuple(
-        row if count > 1 or len(job.chain) > 8 else (sum(row), 0, 0)
-        for row, (_, count) in zip(counts, job.chain, strict=True)
+        row
+        if count > 1 or first <= run < stop or len(job.chain) > 8
+        else (sum(row), 0, 0)
+        for run, (row, (_, count)) in enumerate(zip(counts, job.chain, strict=True))
     )
