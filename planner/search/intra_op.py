@@ -139,7 +139,8 @@ class _Search:
             free = np.zeros(core.capacity.size)
             return Progress(choice, tables.value, tables.value, free)
         state = lagrange(core, plan)
-        if not state.closed:
+        dense = float(core.sizes.sum()) * core.capacity.size
+        if not state.closed and core.count <= 300 and dense <= _TABLES_LIMIT:
             self.stages.append("enumeration")
             enumerate_below(core, plan, state)
         return state

@@ -550,25 +550,45 @@ def state_is_legal(facts: GraphFacts, state: BoundaryState, size: int) -> bool:
 
 def tensor_limit(graph: OpGraph, size: int) -> str | None:
     """Why ``tp = size`` is not legal for the model's attention; None if it is."""
+    if size == 1:
+        return None
+    made = {name: op for op in graph.ops for name in op.outputs}
     for op in graph.ops:
         if op.kind is not OpKind.ATTENTION:
             continue
         heads = op.number("q_heads")
         if heads % size:
             return f"{heads} heads not divisible by {size}"
-        kv = key_value_heads(op)
+        kv = key_value_heads(op, made)
         if kv % size:
             return f"{kv} key-value heads not divisible by {size}"
     return None
 
 
-def key_value_heads(op: Op) -> int:
-    """Key-value heads of an attention before a repetition to the query heads: the
-    outer factor of the keys' head axis (the repetition is the inner one)."""
-    keys = op.space.inputs[1]
-    if len(keys.axes) < 4 or not keys.axes[-3].dims:
-        return op.number("kv_heads")
-    return op.space.dim(keys.axes[-3].dims[0]).size
+def key_value_heads(op: Op, made: Mapping[str, Op]) -> int:
+    """Key-value heads of an attention before they are repeated for the query heads.
+
+    Follows the keys' head axis back through views: a repetition merges the heads with
+    an inner factor that is not in the keys before it.
+    """
+    heads = op.number("kv_heads")
+    name, axes = op.space.inputs[1].tensor, op.space.inputs[1].axes
+    position = len(axes) - 3
+    while position >= 0 and name in made and made[name].kind in _MOVES:
+        view = made[name]
+        dims = view.space.outputs[view.outputs.index(name)].axes[position].dims
+        if not dims or len(view.space.inputs) != 1:
+            break
+        heads = min(heads, view.space.dim(dims[0]).size)
+        before = view.space.inputs[0]
+        found = [i for i, axis in enumerate(before.axes) if dims[0] in axis.dims]
+        if len(found) != 1 or before.axes[found[0]].dims[0] != dims[0]:
+            break
+        name, position = before.tensor, found[0]
+    return heads
+
+
+_MOVES = (OpKind.VIEW, OpKind.COPY)
 
 
 def scaled_context(graph: OpGraph, cp: int) -> OpGraph:

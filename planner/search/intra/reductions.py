@@ -258,10 +258,10 @@ class Graph:
             return kept
         worse = self.cost[i][:, None] - self.cost[i][None, :]  # a over b
         for m in self.adj[i].values():
-            with np.errstate(invalid="ignore"):
+            with np.errstate(invalid="ignore"):  # inf - inf: not comparable, kept
                 more = m[:, None, :] - m[None, :, :]
-            more = np.where(np.isinf(m)[None, :, :], -np.inf, more)
-            worse = worse + more.max(axis=2)
+                more = np.where(np.isinf(m)[None, :, :], -np.inf, more)
+                worse = worse + more.max(axis=2)
         able = worse <= 0
         if i in self.use:
             for level in own_rows(self.use[i], size)[1]:
