@@ -8,7 +8,10 @@ runs under compute. The user or the measured row chooses it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
 
 from cost_models.errors import SpecError
 
@@ -31,8 +34,15 @@ class StackProfile:
     on micro-benchmarks) say. optimizer_rate: the same for the parameter update.
     selective_share: part of a block's forward that selective recompute repeats (0: the
     attention core alone). stage_host_s: host time per micro-batch and stage of a
-    pipeline (schedule and handshakes). expert_host_s: host time per layer of experts
-    and pass (routing decisions that the host waits for).
+    pipeline (schedule and handshakes). collective_host_s: host time to issue one
+    collective inside a block. expert_rate: like matrix_rate, of grouped products;
+    expert_host_s: host time per layer of experts and pass (routing decisions that the
+    host waits for). hopper_attention_rate: attention_rate on Hopper and later (0: the
+    same), where kernels written for Ampere do not use the new units. tp_rate, dp_rate,
+    ep_rate: bandwidth of collectives on that axis inside training, over what a
+    collectives benchmark reaches alone. accumulate_bytes: HBM traffic per parameter
+    and micro-batch to add gradients to the accumulated ones, beside the GEMM's own
+    output. cast_passes: passes over 8-bit operands to scale and cast them (0: fused).
     """
 
     name: str
@@ -57,6 +67,14 @@ class StackProfile:
     selective_share: float = 0.0
     stage_host_s: float = 0.0
     expert_host_s: float = 0.0
+    collective_host_s: float = 0.0
+    expert_rate: float = 1.0
+    hopper_attention_rate: float = 0.0
+    tp_rate: float = 1.0
+    dp_rate: float = 1.0
+    ep_rate: float = 1.0
+    accumulate_bytes: float = 0.0
+    cast_passes: float = 0.0
 
     def __post_init__(self) -> None:
         fractions = (
@@ -74,6 +92,9 @@ class StackProfile:
             self.step_host_s,
             self.stage_host_s,
             self.expert_host_s,
+            self.collective_host_s,
+            self.accumulate_bytes,
+            self.cast_passes,
             self.reserved_bytes,
         )
         if min(costs) < 0:
@@ -83,6 +104,10 @@ class StackProfile:
             self.attention_rate,
             self.memory_rate,
             self.optimizer_rate,
+            self.expert_rate,
+            self.tp_rate,
+            self.dp_rate,
+            self.ep_rate,
         )
         if min(rates) <= 0:
             raise SpecError("a stack's rates are above 0", self.name)
@@ -278,8 +303,30 @@ _PROFILES = (
     _serving("gptfast", "gpt-fast: compiled decode in CUDA graphs", launch_us=1.0),
 )
 
-_BY_NAME = {p.name: p for p in _PROFILES}
+def _fitted() -> dict[str, dict[str, dict[str, Any]]]:
+    """Constants that ``benchmarks/fit/fit_stacks.py`` wrote: by stack (or GPU and
+    dtype, under "sustained") and field, each with value, error and source."""
+    text = files("cost_models").joinpath("specs/stacks.json").read_text("utf-8")
+    return json.loads(text)
+
+
+def _with_fit(
+    profile: StackProfile, fitted: dict[str, dict[str, Any]]
+) -> StackProfile:
+    values = {name: float(entry["value"]) for name, entry in fitted.items()}
+    return replace(profile, **values) if values else profile
+
+
+_FITTED = _fitted()
+_BY_NAME = {p.name: _with_fit(p, _FITTED.get(p.name, {})) for p in _PROFILES}
 assert len(_BY_NAME) == len(_PROFILES)
+
+
+def sustained_rate(family: str, dtype: str) -> float:
+    """Matrix rate of a GPU under hours of full load over the bursts of seconds that
+    kernel benchmarks time: power limits lower the clock. 1.0 where nothing is known."""
+    entry = _FITTED["sustained"].get(f"{family}/{dtype}")
+    return float(entry["value"]) if entry else 1.0
 
 
 def stack_names() -> tuple[str, ...]:

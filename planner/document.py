@@ -557,6 +557,14 @@ def collective_records(
                     f"{label}/gradients", "reduce_scatter", "dp_shard", "backward",
                     stage, size, reduced, n * m, scatter,
                 )  # fmt: skip
+            elif sharding.scatters_each_micro_batch:
+                numel = sum(p.numel for p in s.parameters if p.trainable)
+                reduced = numel * sharding.gradient_bytes
+                add(
+                    f"{label}/gradients", "reduce_scatter", "dp_shard", "backward",
+                    stage, c.mesh.dp_shard * c.mesh.cp, reduced, n * m,
+                    comm.seconds("dp_shard", "reduce_scatter", reduced),
+                )  # fmt: skip
         _step_collectives(job, c, priced, counts, stage, add)
     for stage in range(c.mesh.pp):
         for phase in ("forward", "backward"):
@@ -643,8 +651,9 @@ def _step_collectives(
     else:
         if c.zero < 3:
             gathered = elements * sharding.parameter_bytes
+            once = not sharding.scatters_each_micro_batch
             for kind, what, size in (
-                ("reduce_scatter", "gradients", nbytes),
+                ("reduce_scatter", "gradients", nbytes if once else 0.0),
                 ("all_gather", "parameters", gathered),
             ):
                 add(

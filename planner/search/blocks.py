@@ -86,6 +86,7 @@ class LocalParameter:
     placement: Placement
     numel: float
     expert: bool = False
+    trainable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -667,6 +668,7 @@ class BlockProblem:
                         placement,
                         local / (self.ep if expert else 1),
                         expert,
+                        tensor.trainable,
                     )
             sync += self._sync_bytes(op, strategy)
             first = op.space.inputs[0] if op.space.inputs else None

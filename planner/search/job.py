@@ -13,7 +13,7 @@ from cost_models.hardware import ClusterSpec
 from cost_models.memory import OPTIMIZER_STATE_BYTES, RECIPES, MemoryLines
 from cost_models.overlap import data_parallel
 from cost_models.pipeline import in_flight
-from cost_models.roofline import pointwise_time
+from cost_models.roofline import STREAM_EFFICIENCY, pointwise_time
 from cost_models.stacks import StackProfile
 from passes.ir import Block, Op, OpGraph, OpKind, TensorKind
 from passes.lower import with_batch
@@ -280,7 +280,11 @@ class Job:
         gradient = recipe.flowing_gradient or recipe.gradient
         if c.zero < 3 and recipe.flowing_gradient:
             gradient = recipe.gradient
-        return Sharding(c.zero, gradient, recipe.gathered, self.training)
+        hbm = self.device.hbm_bytes_per_s * STREAM_EFFICIENCY
+        accumulate = self.stack.accumulate_bytes / hbm
+        return Sharding(
+            c.zero, gradient, recipe.gathered, self.training, accumulate, c.micro_batches
+        )
 
     def launch_s(self) -> float:
         return self.stack.launch_s
@@ -504,10 +508,12 @@ class Job:
             across = comm.seconds("dp_replicate", "all_reduce", shard_bytes)
             if c.zero >= 3:  # gathers and scatters are inside the blocks
                 reduce_s = gather_s = 0.0
+            if sharding.scatters_each_micro_batch:
+                reduce_s = 0.0
             reduce_s += across
         return data_parallel(
-            reduce_s,
-            gather_s,
+            reduce_s / self.stack.dp_rate,
+            gather_s / self.stack.dp_rate,
             backward,
             forward,
             self.stack.dp_overlap,

@@ -15,7 +15,7 @@ from cost_models.conv import conv_time
 from cost_models.gemm import gemm_time
 from cost_models.hardware import DeviceSpec
 from cost_models.roofline import pointwise_time
-from cost_models.stacks import StackProfile
+from cost_models.stacks import StackProfile, sustained_rate
 from passes.ir import DTYPE_BYTES, Op, OpGraph, OpKind, TensorKind
 
 _MATRIX_DTYPE = {
@@ -40,6 +40,12 @@ class OpPrice:
     forward_flops: float
     backward_flops: float
 
+
+#: Kernels of unfused attention: two products, scale and mask, softmax, dropout; and
+#: four products, softmax and dropout backward, with the transposed copies.
+MATH_KERNELS = (5, 8)
+#: Architectures with matrix units that older kernels do not use.
+AFTER_AMPERE = ("hopper", "blackwell")
 
 FREE_OP = OpPrice(0.0, 0.0, 0, 0, 0.0, 0.0)
 
@@ -109,6 +115,7 @@ class Pricer:
         self.precision, self.training = precision, training
         self.fused = stack.fused_pointwise
         self.traffic = traffic_map(graph, self.fused)
+        self._tables = embedding_sizes(graph)
         self._cache: dict[tuple[int, str, int, int], OpPrice] = {}
         self._first_of_group = self._group_heads()
 
@@ -132,9 +139,18 @@ class Pricer:
             base == "bf16"
             and self.precision in ("fp8", "fp4")
             and op.kind in (OpKind.GEMM, OpKind.GROUPED_GEMM)
+            and not self._makes_logits(op)
         ):
             return self.precision
         return base
+
+    def _makes_logits(self, op: Op) -> bool:
+        """Whether an op is the head: it stays in 16 bits where layers run in 8."""
+        return any(
+            t.kind is TensorKind.PARAMETER and t.shape[0] in self._tables
+            for t in (self.graph.tensor(name) for name in op.inputs)
+            if t.shape
+        )
 
     def price(
         self, index: int, divided: str = "", size: int = 1, ep: int = 1
@@ -207,14 +223,35 @@ class Pricer:
             backward += gemm_time(self.device, n, k, m, batch, dtype, "TN", out).time_s
             kernels += 1
         scale = self._scale(op, local)
-        rate = self.stack.matrix_rate
+        stack = self.stack
+        grouped = op.kind is OpKind.GROUPED_GEMM
+        rate = stack.expert_rate if grouped else stack.matrix_rate
+        if self.training:
+            rate *= sustained_rate(self.device.family, dtype)
+        cast_f, cast_b = self._casts(dtype, batch, m, n, k, kernels)
         return OpPrice(
-            forward.time_s / rate,
-            backward / rate,
+            forward.time_s / rate + cast_f,
+            backward / rate + cast_b,
             1,
             kernels,
             op.forward_flops * scale,
             op.backward_flops * scale if self.training else 0.0,
+        )
+
+    def _casts(
+        self, dtype: str, batch: int, m: int, n: int, k: int, backward: int
+    ) -> tuple[float, float]:
+        """Seconds to scale and cast operands of an 8-bit product, both directions: one
+        pass reads 16 bits and writes 8, and backward needs the output's gradient."""
+        passes = self.stack.cast_passes
+        if dtype not in ("fp8", "fp4") or not passes:
+            return 0.0, 0.0
+
+        def cast(elements: float) -> float:
+            return pointwise_time(self.device, 2 * elements, elements).time_s * passes
+
+        return cast(batch * m * k) + cast(batch * n * k), (
+            cast(batch * m * n) if backward else 0.0
         )
 
     def _attention(self, op: Op, local: dict[str, int]) -> OpPrice:
@@ -222,6 +259,10 @@ class Pricer:
         kernel = self.stack.attention_kernel if bool(op.attr("fused")) else "math"
         if kernel == "flash" and self.device.arch in ("volta", "turing", "pascal"):
             kernel = "efficient"
+
+        rate, unfused = self.stack.attention_rate, kernel == "math"
+        if self.device.arch in AFTER_AMPERE and not unfused:
+            rate = self.stack.hopper_attention_rate or rate
 
         def time(backward: bool) -> float:
             found = attention_time(
@@ -233,15 +274,15 @@ class Pricer:
                 backward=backward,
                 window=op.number("window"),
             )
-            return found.time_s / self.stack.attention_rate
+            return found.time_s / rate
 
         scale = self._scale(op, local)
         train = self.training and op.backward_flops > 0
         return OpPrice(
             time(False),
             time(True) if train else 0.0,
-            1,
-            2 if train else 0,
+            MATH_KERNELS[0] if unfused else 1,
+            (MATH_KERNELS[1] if unfused else 2) if train else 0,
             op.forward_flops * scale,
             op.backward_flops * scale if self.training else 0.0,
         )
@@ -369,6 +410,17 @@ class Pricer:
             0.0,
             0.0,
         )
+
+
+def embedding_sizes(graph: OpGraph) -> frozenset[int]:
+    """Rows of the tables that embeddings look up: the vocabulary."""
+    return frozenset(
+        tensor.shape[0]
+        for op in graph.ops
+        if op.kind is OpKind.EMBEDDING
+        for tensor in (graph.tensor(name) for name in op.inputs)
+        if tensor.kind is TensorKind.PARAMETER and len(tensor.shape) == 2
+    )
 
 
 def gemm_shape(op: Op, local: dict[str, int]) -> tuple[int, int, int, int]:

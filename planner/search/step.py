@@ -81,6 +81,13 @@ class Sharding:
     gradient_bytes: float  # per element, as reduced
     parameter_bytes: float  # per element, as gathered
     training: bool = True
+    accumulate_s: float = 0.0  # per element and micro-batch: adding up gradients
+    micro_batches: int = 1
+
+    @property
+    def scatters_each_micro_batch(self) -> bool:
+        """ZeRO-2 keeps only its shard of the gradients between micro-batches."""
+        return self.training and self.zero == 2 and self.micro_batches > 1
 
 
 def block_times(
@@ -95,12 +102,18 @@ def block_times(
     cp_bytes = solution.attention_kv_bytes * comm.mesh.cp if comm.mesh.cp > 1 else 0.0
     ep_bytes = solution.expert_tokens_bytes if comm.mesh.ep > 1 else 0.0
     hidden = 1.0 - stack.tp_overlap
-    tp_f = solution.comm_forward_s * hidden
-    tp_b = solution.comm_backward_s * hidden
-    host_f = solution.forward_kernels * launch_s
-    host_b = solution.backward_kernels * launch_s
+    tp_f = solution.comm_forward_s * hidden / stack.tp_rate
+    tp_b = solution.comm_backward_s * hidden / stack.tp_rate
+    issued = sum(c.phase == "forward" for c in solution.comms)
+    host_f = solution.forward_kernels * launch_s + issued * stack.collective_host_s
+    issued = len(solution.comms) - issued
+    host_b = solution.backward_kernels * launch_s + issued * stack.collective_host_s
     busy_f = solution.forward_s + tp_f
-    busy_b = solution.backward_s + tp_b
+    accumulate = 0.0
+    if sharding.training and sharding.zero < 3:
+        numel = sum(p.numel for p in solution.parameters if p.trainable)
+        accumulate = numel * sharding.accumulate_s
+    busy_b = solution.backward_s + accumulate + tp_b
     gather_f = gather_b = 0.0
     if sharding.zero >= 3:
         numel = sum(p.numel for p in solution.parameters)
@@ -112,22 +125,36 @@ def block_times(
         )
         under = (gather, max(busy_f, host_f)), (gather + scatter, max(busy_b, host_b))
         gather_f, gather_b = (
-            exposed(comm_s, work_s, stack.dp_overlap, stack.overlap_slowdown).exposed_s
+            exposed(comm_s / stack.dp_rate, work_s, stack.dp_overlap, stack.overlap_slowdown).exposed_s
             for comm_s, work_s in under
         )
         if not sharding.training:
             gather_b = 0.0
+    elif sharding.scatters_each_micro_batch:
+        numel = sum(p.numel for p in solution.parameters if p.trainable)
+        scatter = comm.seconds(
+            "dp_shard", "reduce_scatter", numel * sharding.gradient_bytes
+        )
+        gather_b = exposed(
+            scatter / stack.dp_rate,
+            max(busy_b, host_b),
+            stack.dp_overlap,
+            stack.overlap_slowdown,
+        ).exposed_s
     cp = 0.0
     if cp_bytes:
         cp = comm.seconds("cp", "all_gather", cp_bytes) * 2
         cp += comm.seconds("cp", "reduce_scatter", cp_bytes)
         cp = max(0.0, cp - stack.cp_overlap * solution.core_forward_s * 3)
-    ep = 4 * comm.seconds("ep", "all_to_all", ep_bytes) if ep_bytes else 0.0
+    ep = 0.0
+    if ep_bytes:
+        ep = 4 * comm.seconds("ep", "all_to_all", ep_bytes) / stack.ep_rate
+        ep = ep * (1 - stack.ep_overlap) + 3 * stack.expert_host_s
     if not sharding.training:
         ep /= 2
     return BlockTimes(
         compute_forward=solution.forward_s,
-        compute_backward=solution.backward_s,
+        compute_backward=solution.backward_s + accumulate,
         tp_forward=tp_f,
         tp_backward=tp_b,
         cp=cp,
