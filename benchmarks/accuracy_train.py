@@ -236,6 +236,31 @@ def evaluate(
     }, report
 
 
+def worst(results: Sequence[Result], count: int = 20) -> list[dict[str, Any]]:
+    """The rows that are furthest off, with the largest term of the prediction."""
+    chosen = sorted(results, key=lambda r: -abs(r.error))[:count]
+    return [
+        {
+            "id": r.case.id,
+            "group": r.case.group,
+            "what": describe(r.case),
+            "measured_s": r.case.measured_s,
+            "predicted_s": r.predicted_s,
+            "terms": {k: v for k, v in r.terms.items() if v > 0.05 * r.predicted_s},
+        }
+        for r in chosen
+    ]
+
+
+def describe(case: Case) -> str:
+    """Short text of a row: model, GPUs, layout."""
+    shape = case.parallelism
+    return (
+        f"{case.model_name} on {case.num_gpus} {case.gpu}, {shape.label()}, "
+        f"{case.precision}, {case.spec.seq_len} tokens"
+    )
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     """Rows of the table's file."""
     return read_rows(path)

@@ -9,6 +9,7 @@ runs under compute. The user or the measured row chooses it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -42,7 +43,8 @@ class StackProfile:
     ep_rate: bandwidth of collectives on that axis inside training, over what a
     collectives benchmark reaches alone. accumulate_bytes: HBM traffic per parameter
     and micro-batch to add gradients to the accumulated ones, beside the GEMM's own
-    output. cast_passes: passes over 8-bit operands to scale and cast them (0: fused).
+    output. dp_bucket_bytes: message in which gradients (and ZeRO's
+    parameters) travel over the data axes (0: all at once). cast_passes: passes over 8-bit operands to scale and cast them (0: fused).
     """
 
     name: str
@@ -75,6 +77,7 @@ class StackProfile:
     ep_rate: float = 1.0
     accumulate_bytes: float = 0.0
     cast_passes: float = 0.0
+    dp_bucket_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         fractions = (
@@ -95,6 +98,7 @@ class StackProfile:
             self.collective_host_s,
             self.accumulate_bytes,
             self.cast_passes,
+            self.dp_bucket_bytes,
             self.reserved_bytes,
         )
         if min(costs) < 0:
@@ -322,11 +326,24 @@ _BY_NAME = {p.name: _with_fit(p, _FITTED.get(p.name, {})) for p in _PROFILES}
 assert len(_BY_NAME) == len(_PROFILES)
 
 
-def sustained_rate(family: str, dtype: str) -> float:
+def sustained_rate(name: str, family: str, dtype: str) -> float:
     """Matrix rate of a GPU under hours of full load over the bursts of seconds that
-    kernel benchmarks time: power limits lower the clock. 1.0 where nothing is known."""
-    entry = _FITTED["sustained"].get(f"{family}/{dtype}")
-    return float(entry["value"]) if entry else 1.0
+    kernel benchmarks time: power limits lower the clock. The GPU's own figure, else
+    its family's; 1.0 where nothing is known."""
+    return sustained_of(
+        {key: float(entry["value"]) for key, entry in _FITTED["sustained"].items()},
+        name,
+        family,
+        dtype,
+    )
+
+
+def sustained_of(
+    known: Mapping[str, float], name: str, family: str, dtype: str
+) -> float:
+    """:func:`sustained_rate` among given figures, keyed ``GPU/dtype``."""
+    own = known.get(f"{name}/{dtype}")
+    return own if own is not None else known.get(f"{family}/{dtype}", 1.0)
 
 
 def stack_names() -> tuple[str, ...]:

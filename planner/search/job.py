@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from cost_models.hardware import ClusterSpec
 from cost_models.memory import OPTIMIZER_STATE_BYTES, RECIPES, MemoryLines
@@ -423,8 +424,8 @@ class Job:
 
     def price(self, c: Configuration, layout: Sequence[Counts]) -> Priced:
         """The whole step and the memory of every rank."""
-        solutions, times = self.solutions(c), self.times(c)
-        if solutions is None or times is None:
+        solutions = self.solutions(c)
+        if solutions is None:
             raise PlannerError("the blocks have no legal placement", c)
         setup = self.memory_setup(c)
         flight = self.in_flight(c)
@@ -432,17 +433,33 @@ class Job:
             rank_memory(setup, solutions, counts, flight[k])
             for k, counts in enumerate(layout)
         )
+        terms = self.step_terms(c, layout, solutions)
+        return Priced(c, tuple(layout), terms, memory, solutions)
+
+    def step_terms(
+        self,
+        c: Configuration,
+        layout: Sequence[Counts],
+        solutions: Sequence[BlockSolution],
+    ) -> StepTerms:
+        """The step of a layout from given block solutions."""
+        comm, sharding = self.comm(c.mesh), self.sharding(c)
+        times = tuple(
+            block_times(s, comm, self.stack, sharding, launch_s=self.launch_s())
+            for s in solutions
+        )
+        setup = self.memory_setup(c)
         sends = [
             s.output_bytes
             for s, (block, _) in zip(solutions, self.chain, strict=True)
             if block.stop < len(self.collapsed.graph.ops) or self.chain[-1][1] > 1
         ]
-        send_s = self.comm(c.mesh).p2p(max(sends, default=0.0))
+        send_s = comm.p2p(max(sends, default=0.0))
         send_s = send_s * (1 - self.stack.pp_overlap) + self.stack.stage_host_s
         endings = [
             self._ending(c, solutions, times, counts, setup) for counts in layout
         ]
-        terms = assemble(
+        return assemble(
             layout,
             times,
             schedule=c.schedule,
@@ -451,7 +468,6 @@ class Job:
             send_s=send_s,
             endings=endings,
         )
-        return Priced(c, tuple(layout), terms, memory, solutions)
 
     def _ending(
         self,
@@ -495,17 +511,16 @@ class Job:
         self, c: Configuration, elements: float, forward: float, backward: float
     ) -> float:
         """Exposed seconds of summing ``elements`` gradients over the data axes."""
-        mesh, comm, sharding = c.mesh, self.comm(c.mesh), self.sharding(c)
+        mesh, sharding = c.mesh, self.sharding(c)
         nbytes = elements * sharding.gradient_bytes
         if c.zero == 0:
-            reduce_s, gather_s = comm.seconds("dp", "all_reduce", nbytes), 0.0
+            reduce_s, gather_s = self.bucketed(mesh, "dp", "all_reduce", nbytes), 0.0
         else:
-            reduce_s = comm.seconds("dp_shard", "reduce_scatter", nbytes)
-            gather_s = comm.seconds(
-                "dp_shard", "all_gather", elements * sharding.parameter_bytes
-            )
+            reduce_s = self.bucketed(mesh, "dp_shard", "reduce_scatter", nbytes)
+            gathered = elements * sharding.parameter_bytes
+            gather_s = self.bucketed(mesh, "dp_shard", "all_gather", gathered)
             shard_bytes = nbytes / (mesh.dp_shard * mesh.cp)
-            across = comm.seconds("dp_replicate", "all_reduce", shard_bytes)
+            across = self.bucketed(mesh, "dp_replicate", "all_reduce", shard_bytes)
             if c.zero >= 3:  # gathers and scatters are inside the blocks
                 reduce_s = gather_s = 0.0
             if sharding.scatters_each_micro_batch:
@@ -519,6 +534,12 @@ class Job:
             self.stack.dp_overlap,
             self.stack.overlap_slowdown,
         ).exposed_s
+
+    def bucketed(self, mesh: Mesh, axis: str, kind: str, nbytes: float) -> float:
+        """Seconds of a collective that the stack issues bucket by bucket."""
+        comm, bucket = self.comm(mesh), self.stack.dp_bucket_bytes
+        count = max(1, ceil(nbytes / bucket)) if bucket else 1
+        return count * comm.seconds(axis, kind, nbytes / count)
 
     def optimizer_seconds(self, elements: float) -> float:
         """Reading and writing every state of ``elements`` parameters once."""

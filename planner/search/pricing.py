@@ -227,7 +227,7 @@ class Pricer:
         grouped = op.kind is OpKind.GROUPED_GEMM
         rate = stack.expert_rate if grouped else stack.matrix_rate
         if self.training:
-            rate *= sustained_rate(self.device.family, dtype)
+            rate *= sustained_rate(self.device.name, self.device.family, dtype)
         cast_f, cast_b = self._casts(dtype, batch, m, n, k, kernels)
         return OpPrice(
             forward.time_s / rate + cast_f,
