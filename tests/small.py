@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from cost_models.stacks import load_stack
 from passes.ir import OpGraph
 from passes.pipeline import run_passes
 from passes.trace import trace
-from planner.search.job import Job
+
+if TYPE_CHECKING:  # the solver is not needed where only the models are
+    from planner.search.job import Job
 
 
 class Layer(nn.Module):
@@ -99,6 +102,8 @@ def gpt_graph(
 def job_of(
     graph: OpGraph, cluster: str, stack: str = "compiled", **options: object
 ) -> Job:
+    from planner.search.job import Job
+
     return Job(
         graph,
         parse_cluster(cluster),
