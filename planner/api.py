@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def configuration_of(shape: Parallelism) -> Configuration:
         shape.schedule,
         "sequence" if shape.sequence_parallel else "replicated",
         sequence_parallel=shape.sequence_parallel,
+        split_weights=shape.tp > 1,
     )
 
 
@@ -207,8 +209,9 @@ def configuration_from(job: Job, plan: Document) -> Configuration:
     best, least = base, -1
     states = ("sequence",) if base.sequence_parallel else STATES
     for state in states if base.mesh.tp > 1 else ("replicated",):
-        for rate in RATES:
-            c = replace(base, state=state, rate=rate)
+        splits = sorted({base.split_weights, False}, reverse=True)
+        for rate, split in product(RATES, splits):
+            c = replace(base, state=state, rate=rate, split_weights=split)
             if job.solutions(c) is None:
                 continue
             records = placement_records(job, job.price(c, layout_from(job, plan)))

@@ -37,6 +37,9 @@ from planner.search.pricing import Pricer, expert_dims
 from planner.search.strategies import Strategy, op_strategies, share
 
 INFINITE = float("inf")
+#: Weights with a side below this are left whole by tensor parallelism as frameworks run
+#: it: routers and low-rank adapters.
+NARROW_WEIGHT = 512
 Matrix: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -234,8 +237,9 @@ class BlockProblem:
         sequence_parallel: bool = True,
         fixed: dict[str, Placement] | None = None,
         ep: int = 1,
+        split_weights: bool = False,
     ) -> None:
-        self.ep = ep
+        self.ep, self.split_weights = ep, split_weights
         self.facts, self.graph, self.block = facts, facts.graph, block
         self.pricer, self.comm, self.size, self.state = pricer, comm, size, state
         self.rate, self.sequence_parallel = seconds_per_byte, sequence_parallel
@@ -262,7 +266,22 @@ class BlockProblem:
             ):
                 continue
             keep.append(strategy)
+        if self.split_weights:
+            keep = [s for s in keep if self._divides_weight(op, s)] or keep
         return tuple(keep)
+
+    def _divides_weight(self, op: Op, strategy: Strategy) -> bool:
+        """Whether a product's weight is divided, or too narrow to be (a router)."""
+        return op.kind is not OpKind.GEMM or all(
+            placement.kind == "S"
+            for operand, placement in zip(op.space.inputs, strategy.inputs, strict=True)
+            if self._is_wide_weight(operand.tensor)
+        )
+
+    def _is_wide_weight(self, name: str) -> bool:
+        tensor = self.graph.tensor(name)
+        wide = len(tensor.shape) == 2 and min(tensor.shape) >= NARROW_WEIGHT
+        return wide and tensor.kind is TensorKind.PARAMETER
 
     def _sequence_shard(self, op: Op, strategy: Strategy) -> bool:
         """Whether the strategy divides tokens outside a matrix op's own dims."""

@@ -66,6 +66,7 @@ class Configuration:
     state: str = "replicated"
     rate: float = RATES[0]
     sequence_parallel: bool = True
+    split_weights: bool = False  # tensor parallelism as frameworks run it
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ class Job:
             c.state,
             c.rate,
             c.sequence_parallel,
+            c.split_weights,
         )
         if key not in self._solved:
             self._solved[key] = self._solve(c)
@@ -186,6 +188,7 @@ class Job:
                 {**dict.fromkeys(self.tied, placement), **self.pinned}
                 for placement in (shard(0), REPLICATED, shard(1))
             ]
+            options = options[:1] if c.split_weights else options
         best: tuple[float, tuple[BlockSolution, ...]] | None = None
         for fixed in options:
             found = self._solve_fixed(c, fixed)
@@ -225,6 +228,7 @@ class Job:
                 c.state,
                 c.rate,
                 c.sequence_parallel,
+                c.split_weights,
                 tuple(sorted((n, str(p)) for n, p in here.items())),
             )
             if key not in self._blocks:
@@ -239,6 +243,7 @@ class Job:
                     sequence_parallel=c.sequence_parallel,
                     fixed=here,
                     ep=c.mesh.ep,
+                    split_weights=c.split_weights,
                 ).solve()
             solution = self._blocks[key]
             if solution is None:
