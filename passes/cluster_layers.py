@@ -255,12 +255,46 @@ def last_readers(graph: OpGraph) -> dict[str, int]:
     return result | dict.fromkeys(graph.outputs, len(graph.ops))
 
 
+def settle_saved(graph: OpGraph, spans: Sequence[tuple[str, int, int]]) -> OpGraph:
+    """What many blocks read and the first of them keeps belongs to the op that made it.
+
+    A rotary table or mask counts once; owned by its first reader it would make that
+    layer differ from the others.
+    """
+    block_of = [
+        n for n, (_, start, stop) in enumerate(spans) for _ in range(start, stop)
+    ]
+    made: dict[str, int] = {}
+    readers: dict[str, set[int]] = {}
+    for i, op in enumerate(graph.ops):
+        made.update(dict.fromkeys(op.outputs, i))
+        for name in op.inputs:
+            readers.setdefault(name, set()).add(block_of[i])
+    ops = list(graph.ops)
+    for i, op in enumerate(graph.ops):
+        kept: list[Operand] = []
+        for operand in op.saved:
+            source = made.get(operand.tensor)
+            far = source is not None and block_of[source] != block_of[i]
+            if source is None or not far or len(readers.get(operand.tensor, ())) < 3:
+                kept.append(operand)
+                continue
+            maker = ops[source]
+            own = maker.space.outputs[maker.outputs.index(operand.tensor)]
+            ops[source] = replace(maker, saved=(*maker.saved, own))
+        if len(kept) != len(op.saved):
+            ops[i] = replace(ops[i], saved=tuple(kept))
+    return graph.with_ops(tuple(ops))
+
+
 def cluster_layers(graph: OpGraph) -> OpGraph:
     """The graph with its blocks."""
+    spans = partition(graph.ops)
+    graph = settle_saved(graph, spans)
     readers = last_readers(graph)
     kinds: dict[Hashable, int] = {}
     blocks: list[Block] = []
-    for index, (name, start, stop) in enumerate(partition(graph.ops)):
+    for index, (name, start, stop) in enumerate(spans):
         key = structure(graph, start, stop, readers)
         kind = kinds.setdefault(key, len(kinds))
         blocks.append(Block(index, name, kind, start, stop))
