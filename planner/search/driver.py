@@ -378,7 +378,9 @@ class Search:
             heappop(queue)
             if level == 0:
                 refined = self.bound(c)
-                if refined == inf or self._is_twin(c, twins) or self.hopeless(c):
+                if refined == inf or self._is_twin(c, twins):
+                    enumerated -= 1  # no legal placement, or one seen already
+                elif self.hopeless(c):
                     infeasible += 1
                 else:
                     heappush(queue, (max(bound, refined), number, 1, c))
