@@ -67,7 +67,7 @@ def apply(
             "the plan's model was handed in as an object", given, "pass the module"
         )
     traced, inputs, module = traced_model(plan, given, example_inputs)
-    graph = graph_of(traced)
+    graph = graph_of(traced, {b.name: b.kind for b in plan.model.blocks})
     check_same_model(plan, graph)
     return Parallel(plan, given, module, traced, graph, inputs, where, init, seed)
 
@@ -92,7 +92,7 @@ def refuse(plan: Document) -> None:
 def traced_model(
     plan: Document, model: Any, example_inputs: Any
 ) -> tuple[TracedModel, InputMap, nn.Module]:
-    """Every layer of the model traced at the plan's micro-batch, as the planner does."""
+    """The model traced at the plan's micro-batch, as the planner traces it."""
     workload = plan.workload
     assert isinstance(workload, Training)
     source = resolve_model(
@@ -110,7 +110,6 @@ def traced_model(
             args,
             kwargs,
             batch=plan.parallelism.micro_batch_size,
-            shorten_runs=False,
         )
     except PassError as error:
         raise PlannerError(error.what, error.value, error.fix) from error

@@ -9,16 +9,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
+from passes.cluster_layers import cluster_layers
 from passes.collect import RawGraph, RawOp, collect
+from passes.expand import expand
 from passes.ir import Block, Op, OpGraph, OpKind, TensorKind
-from passes.pipeline import run_passes
+from passes.lower import lower
 from passes.spaces.registry import Ref
 from passes.traced import TracedModel
 from planner.errors import PlannerError
@@ -49,6 +51,7 @@ class Read:
     stored: bool
     hops: tuple[Hop, ...]
     shape: tuple[int, ...]  # full
+    only_type: bool = False  # ``name`` is a dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class Program:
         self.module = traced.graph_module
         self.raw: RawGraph = collect(traced.graph_module)
         self.nodes = {n.name: n for n in traced.graph_module.graph.nodes}
+        self.lowered = lower(traced)
         self._check()
         self.wiring = self.tables[0][1].wiring
         self.partial = self._partial_parameters()
@@ -102,7 +106,7 @@ class Program:
         self.blocks = tuple(self._block(b) for b in graph.blocks)
 
     def _check(self) -> None:
-        names = [op.name for op in self.graph.ops]
+        names = [op.name for op in self.lowered.ops]
         assert names == [op.name for op in self.raw.ops], "the graph is another trace"
         for op in self.raw.ops:
             if op.name not in self.nodes:
@@ -175,13 +179,21 @@ class Program:
         stored = tensor.kind in (TensorKind.PARAMETER, TensorKind.BUFFER)
         return Read(name, stored, self._hops(moves, tensor.shape), tensor.shape)
 
+    def _like(self, name: str) -> Read:
+        """A tensor that only gives an op its dtype or shape: none of its elements."""
+        raw = self.raw.tensors[name]
+        return Read(raw.dtype, False, (), raw.shape, only_type=True)
+
     def _step(self, i: int, block: Block) -> Step:
-        op, raw, node = self.graph.ops[i], self.raw.ops[i], self.nodes[self.graph.ops[i].name]
+        op = self.graph.ops[i]
+        raw, traced = self.raw.ops[op.fusion], self.lowered.ops[op.fusion]
+        node = self.nodes[raw.name]
+        names = dict(zip(traced.inputs, op.inputs, strict=True))
         target = node.target
         schema = getattr(target, "_schema", None)
         written = packet_of(op.target) in ("batch_norm", "instance_norm")
         if schema is not None and schema.is_mutable and raw.inputs:
-            kinds = [self.graph.tensor(n).kind for n in raw.inputs]
+            kinds = [self.raw.tensors[n].kind for n in raw.inputs]
             written = TensorKind.BUFFER in kinds
             first = kinds[0] is TensorKind.BUFFER
             if not first:
@@ -190,7 +202,10 @@ class Program:
             op=op,
             raw=raw,
             target=target,
-            reads=tuple(self._read(i, name, block) for name in raw.inputs),
+            reads=tuple(
+                self._read(i, names[name], block) if name in names else self._like(name)
+                for name in raw.inputs
+            ),
             runs=tuple(Run(axis, table.strategies[i]) for axis, table in self.tables),
             out_shapes=tuple(self.graph.tensor(n).shape for n in op.outputs),
             no_grad=bool(node.meta.get("no_grad")),
@@ -284,6 +299,11 @@ class Program:
         self.recorder.where = step.op.name
         tensors: list[Tensor] = []
         for read in step.reads:
+            if read.only_type:
+                dtype = getattr(torch, read.name)
+                x = torch.zeros((), dtype=dtype, device=self.device).expand(read.shape)
+                tensors.append(x)
+                continue
             x = stored(read.name) if read.stored and read.name not in env else env[read.name]
             tensors.append(self._apply(x, read.hops, step.op.name))
         full = {id(t): r.shape for t, r in zip(tensors, step.reads, strict=True)}
@@ -333,10 +353,19 @@ def attention_steps(graph: OpGraph) -> frozenset[int]:
     )
 
 
-def graph_of(traced: TracedModel) -> OpGraph:
-    """The operator graph of a whole trace, with blocks."""
-    assert not traced.runs, "trace every layer"
-    return run_passes(traced)
+def graph_of(traced: TracedModel, kinds: Mapping[str, int]) -> OpGraph:
+    """The whole model's operator graph, with blocks of the given kinds by name.
+
+    ``fusion`` of every op is the number of the traced op that it runs: layers that the
+    trace left out run the calls of their equals.
+    """
+    lowered = lower(traced)
+    tagged = lowered.with_ops(
+        tuple(replace(op, fusion=i) for i, op in enumerate(lowered.ops))
+    )
+    graph = cluster_layers(expand(tagged, traced.runs))
+    blocks = tuple(replace(b, kind=kinds.get(b.name, -1)) for b in graph.blocks)
+    return replace(graph, blocks=blocks)
 
 
 def constants(module: fx.GraphModule, names: Sequence[str]) -> dict[str, Tensor]:
