@@ -311,5 +311,3 @@ class Graphs:
     def at_cp(self, spec: ModelSpec, cp: int) -> OpGraph:
         """The graph of one of ``cp`` sequence chunks; attention sees all keys."""
         return scaled_context(self.get(replace(spec, seq_len=spec.seq_len // cp)), cp)
-
-

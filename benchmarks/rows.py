@@ -81,7 +81,6 @@ SOURCES: dict[str, Source] = {
 OTHER = Source("megatron", _MODERN, tied=False)
 
 
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """One row ready to be priced; ``measured_s`` is the time of a step."""
@@ -199,9 +198,11 @@ def _spec(row: Row, source: Source) -> ModelSpec:
         spec = replace(spec, tied=width < 8192)
     if spec.experts and ("deepseek" in model or "kimi" in model):
         second = "v2" in model
-        dense, dense_inner = (1, 12288 if second else 18432) if (
-            second or "kimi" in model
-        ) else (3, 18432)
+        dense, dense_inner = (
+            (1, 12288 if second else 18432)
+            if (second or "kimi" in model)
+            else (3, 18432)
+        )
         return replace(
             spec,
             family="deepseek",

@@ -46,7 +46,10 @@ def scatter(points: Sequence[Point], title: str, unit: str = "s") -> str:
             f'<text x="{MARGIN - 40}" y="{y + 4:.1f}">1e{power}</text>',
         ]
     for factor, dash in ((1.0, ""), (1.1, "4 4"), (1 / 1.1, "4 4")):
-        (x0, y0), (x1, y1) = xy(10**low, factor * 10**low), xy(10**high, factor * 10**high)
+        (x0, y0), (x1, y1) = (
+            xy(10**low, factor * 10**low),
+            xy(10**high, factor * 10**high),
+        )
         parts.append(
             f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="black" '
             f'stroke-dasharray="{dash}" stroke-width="0.7"/>'

@@ -36,14 +36,17 @@ class StackProfile:
     selective_share: part of a block's forward that selective recompute repeats (0: the
     attention core alone). stage_host_s: host time per micro-batch and stage of a
     pipeline (schedule and handshakes). collective_host_s: host time to issue one
-    collective inside a block. expert_rate: like matrix_rate, of grouped products;
+    collective inside a block; staged_collective_host_s: what each rank of its group
+    adds where the model is also cut into pipeline stages over several nodes, whose
+    hosts then wait for each other. expert_rate: like matrix_rate, of grouped products;
     expert_host_s: host time per layer of experts and pass (routing decisions that the
     host waits for). hopper_attention_rate: attention_rate on Hopper and later (0: the
     same), where kernels written for Ampere do not use the new units. tp_rate, dp_rate,
     ep_rate: bandwidth of collectives on that axis inside training, over what a
     collectives benchmark reaches alone. accumulate_bytes: HBM traffic per parameter
     and micro-batch to add gradients to the accumulated ones, beside the GEMM's own
-    output. dp_bucket_bytes: message in which gradients (and ZeRO's
+    output. channels_last: memory order of images.
+    dp_bucket_bytes: message in which gradients (and ZeRO's
     parameters) travel over the data axes (0: all at once). cast_passes: passes over 8-bit operands to scale and cast them (0: fused).
     """
 
@@ -70,6 +73,7 @@ class StackProfile:
     stage_host_s: float = 0.0
     expert_host_s: float = 0.0
     collective_host_s: float = 0.0
+    staged_collective_host_s: float = 0.0
     expert_rate: float = 1.0
     hopper_attention_rate: float = 0.0
     tp_rate: float = 1.0
@@ -77,6 +81,7 @@ class StackProfile:
     ep_rate: float = 1.0
     accumulate_bytes: float = 0.0
     cast_passes: float = 0.0
+    channels_last: bool = True
     dp_bucket_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -96,6 +101,7 @@ class StackProfile:
             self.stage_host_s,
             self.expert_host_s,
             self.collective_host_s,
+            self.staged_collective_host_s,
             self.accumulate_bytes,
             self.cast_passes,
             self.dp_bucket_bytes,
@@ -293,6 +299,24 @@ _PROFILES = (
         fused=True,
         attention="math",
     ),
+    _training(
+        "vision-eager",
+        "convolutional models in eager PyTorch",
+        launch_us=8.0,
+        fused=False,
+    ),
+    _training(
+        "vision-compiled",
+        "convolutional models under torch.compile",
+        launch_us=4.0,
+        fused=True,
+    ),
+    _training(
+        "vision-dle",
+        "NVIDIA DeepLearningExamples: apex DDP, DALI input, eager",
+        launch_us=8.0,
+        fused=False,
+    ),
     _serving("trtllm", "TensorRT-LLM engine", launch_us=1.0, host_ms=0.3),
     _serving("vllm", "vLLM with CUDA graphs in decode", launch_us=1.0, host_ms=1.5),
     _serving("sglang", "SGLang with an overlapped scheduler", launch_us=1.0),
@@ -307,6 +331,7 @@ _PROFILES = (
     _serving("gptfast", "gpt-fast: compiled decode in CUDA graphs", launch_us=1.0),
 )
 
+
 def _fitted() -> dict[str, dict[str, dict[str, Any]]]:
     """Constants that ``benchmarks/fit/fit_stacks.py`` wrote: by stack (or GPU and
     dtype, under "sustained") and field, each with value, error and source."""
@@ -314,9 +339,7 @@ def _fitted() -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(text)
 
 
-def _with_fit(
-    profile: StackProfile, fitted: dict[str, dict[str, Any]]
-) -> StackProfile:
+def _with_fit(profile: StackProfile, fitted: dict[str, dict[str, Any]]) -> StackProfile:
     values = {name: float(entry["value"]) for name, entry in fitted.items()}
     return replace(profile, **values) if values else profile
 

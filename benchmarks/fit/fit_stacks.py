@@ -92,9 +92,17 @@ def _groups(*names: str) -> Callable[[Case], bool]:
     return lambda case: case.group in names and case.quality in ("A", "B")
 
 
+def _within_node(group: str) -> Callable[[Case], bool]:
+    """Rows without tensor parallelism over nodes, which few run and no constant fits."""
+    inside = _groups(group)
+    return lambda case: inside(case) and case.parallelism.tp <= 8
+
+
 OLD = ("megatron-2021",)
 DS = ("megatron-deepspeed",)
 TITAN = ("torchtitan", "torchtitan-async-tp", "torchtitan-eager")
+PLAIN = (*TITAN, "compiled")  # what torch.compile gives anyone
+FOUNDRY = ("llm-foundry", "eager", "fsdp")
 BRIDGE = ("megatron-bridge",)
 
 STAGES = (
@@ -132,8 +140,8 @@ STAGES = (
             rate("tp_rate", *DS, start=0.8, low=0.1, high=1.0),
             rate("dp_rate", *DS, start=0.8, low=0.1, high=1.0),
             rate("optimizer_rate", *DS, start=0.8, low=0.05, high=1.0),
-            micros("launch_s", *DS, start=10, high=60),
-            micros("collective_host_s", *DS, start=30, high=400),
+            micros("launch_s", *DS, start=40, high=200),
+            micros("collective_host_s", *DS, start=100, high=800),
             micros("stage_host_s", *DS, start=100, high=5000),
             micros("step_host_s", *DS, start=5000, high=100000),
         ),
@@ -144,8 +152,8 @@ STAGES = (
         (
             sustained("A100/bf16"),
             sustained("H100/bf16", 0.8),
-            rate("memory_rate", "llm-foundry", start=0.8),
-            rate("attention_rate", "llm-foundry", start=0.7, low=0.2),
+            rate("memory_rate", *FOUNDRY, start=0.8),
+            rate("attention_rate", *FOUNDRY, start=0.7, low=0.2),
             rate("hopper_attention_rate", "llm-foundry", start=0.4, low=0.1),
             rate("dp_rate", "llm-foundry", start=0.8, low=0.2, high=1.0),
             share("dp_overlap", "llm-foundry", start=0.8),
@@ -155,36 +163,39 @@ STAGES = (
     ),
     Stage(
         "nanotron",
-        _groups("ultrascale"),
+        _within_node("ultrascale"),
         (
             rate("matrix_rate", "nanotron", start=0.9),
-            rate("memory_rate", "nanotron", start=0.7, low=0.2),
+            rate("memory_rate", "nanotron", start=0.5, low=0.2),
             rate("hopper_attention_rate", "nanotron", start=0.6, low=0.2),
             rate("tp_rate", "nanotron", start=0.6, low=0.1, high=1.0),
             rate("dp_rate", "nanotron", start=0.5, low=0.05, high=1.0),
             share("dp_overlap", "nanotron", start=0.3),
             rate("optimizer_rate", "nanotron", start=0.5, low=0.05, high=1.0),
             Parameter(("nanotron",), "accumulate_bytes", 10.0, 0.0, 20.0, 0.02),
+            Parameter(("nanotron",), "dp_bucket_bytes", 80e6, 5e6, 3e8, 0.05),
+            share("tp_overlap", "nanotron", start=0.4),
             micros("launch_s", "nanotron", start=10, high=80),
-            micros("collective_host_s", "nanotron", start=50, high=800),
-            micros("stage_host_s", "nanotron", start=100, high=5000),
-            micros("step_host_s", "nanotron", start=5000, high=200000),
+            micros("collective_host_s", "nanotron", start=450, high=2000),
+            micros("staged_collective_host_s", "nanotron", start=260, high=1000),
+            micros("stage_host_s", "nanotron", start=1700, high=8000),
+            micros("step_host_s", "nanotron", start=30000, high=200000),
         ),
     ),
     Stage(
         "torchtitan",
         _groups("torchtitan", "fms-fsdp"),
         (
-            rate("matrix_rate", *TITAN),
+            rate("matrix_rate", *PLAIN),
             sustained("H100-SXM-96GB/bf16", 0.7),
             sustained("H100-SXM-96GB/fp8", 0.6),
-            rate("memory_rate", *TITAN, start=0.8),
-            rate("attention_rate", *TITAN, start=0.8),
-            rate("hopper_attention_rate", *TITAN, start=0.6, low=0.2),
-            rate("tp_rate", *TITAN, start=0.8, high=1.0),
+            rate("memory_rate", *PLAIN, start=0.8),
+            rate("attention_rate", *PLAIN, start=0.8),
+            rate("hopper_attention_rate", *PLAIN, start=0.6, low=0.2),
+            rate("tp_rate", *PLAIN, start=0.8, high=1.0),
             share("tp_overlap", "torchtitan-async-tp", start=0.6),
             share("selective_share", *TITAN, start=0.5),
-            rate("dp_rate", *TITAN, start=0.8, high=1.0),
+            rate("dp_rate", *PLAIN, start=0.8, high=1.0),
             Parameter(TITAN, "cast_passes", 1.0, 0.0, 4.0, 0.05),
         ),
     ),
@@ -442,8 +453,7 @@ class Fit:
         def residuals(x: np.ndarray) -> np.ndarray:
             errors = np.log(predict(rows, parameters, x, clocks, self.fitted))
             pull = [
-                p.prior * (v - s)
-                for p, v, s in zip(parameters, x, start, strict=True)
+                p.prior * (v - s) for p, v, s in zip(parameters, x, start, strict=True)
             ]
             return np.concatenate([errors, pull])
 

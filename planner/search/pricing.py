@@ -308,21 +308,24 @@ class Pricer:
         groups = max(1, round(op.number("groups") * cut("groups")))
 
         def time(direction: str) -> float:
-            return conv_time(
-                self.device,
-                n,
-                ci,
-                co,
-                sizes("in_size"),
-                sizes("out_size"),
-                sizes("kernel"),
-                sizes("stride"),
-                groups=groups,
-                dtype=self.dtype(op),
-                direction=direction,
-                channels_last=True,
-                transposed=bool(op.attr("transposed")),
-            ).time_s
+            return (
+                conv_time(
+                    self.device,
+                    n,
+                    ci,
+                    co,
+                    sizes("in_size"),
+                    sizes("out_size"),
+                    sizes("kernel"),
+                    sizes("stride"),
+                    groups=groups,
+                    dtype=self.dtype(op),
+                    direction=direction,
+                    channels_last=self.stack.channels_last,
+                    transposed=bool(op.attr("transposed")),
+                ).time_s
+                / self.stack.matrix_rate
+            )
 
         d_input, d_weight = self._backward_parts(op)
         backward = 0.0

@@ -104,10 +104,13 @@ def block_times(
     hidden = 1.0 - stack.tp_overlap
     tp_f = solution.comm_forward_s * hidden / stack.tp_rate
     tp_b = solution.comm_backward_s * hidden / stack.tp_rate
+    issue_s = stack.collective_host_s
+    if comm.mesh.pp > 1 and comm.mesh.size > comm.cluster.gpus_per_node:
+        issue_s += stack.staged_collective_host_s * comm.mesh.tp
     issued = sum(c.phase == "forward" for c in solution.comms)
-    host_f = solution.forward_kernels * launch_s + issued * stack.collective_host_s
+    host_f = solution.forward_kernels * launch_s + issued * issue_s
     issued = len(solution.comms) - issued
-    host_b = solution.backward_kernels * launch_s + issued * stack.collective_host_s
+    host_b = solution.backward_kernels * launch_s + issued * issue_s
     busy_f = solution.forward_s + tp_f
     accumulate = 0.0
     if sharding.training and sharding.zero < 3:
