@@ -206,6 +206,7 @@ def _forward(e: _Emitter, call: ConvCall, x: fx.Node) -> fx.Node:
     w = e(ConvRole.WEIGHT, aten.transpose.int, w, 1, 2)
     y = _product(e, rows, w)  # [G, N, o.., Co/G]
     y = _permute(e, ConvRole.LAYOUT, y, [1, 0, 2 + rank, *range(2, 2 + rank)])
+    y = e(ConvRole.LAYOUT, aten.contiguous.default, y)
     y = e(ConvRole.LAYOUT, aten.flatten.using_ints, y, 1, 2)
     return _add_bias(e, y, call.bias)
 
@@ -239,21 +240,30 @@ def _transposed(e: _Emitter, call: ConvCall, x: fx.Node) -> fx.Node:
     return _add_bias(e, _pad(e, y, crop, extra), call.bias)
 
 
+def _layout_of(value: torch.Tensor) -> torch.memory_format:
+    if value.is_contiguous():
+        return torch.contiguous_format
+    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    if value.dim() == 5 and value.is_contiguous(memory_format=torch.channels_last_3d):
+        return torch.channels_last_3d
+    return torch.contiguous_format
+
+
 def _as_before(e: _Emitter, y: fx.Node) -> fx.Node:
-    """Give ``y`` the memory layout that the convolution's output had."""
+    """Give ``y`` the memory layout that the convolution's output had.
+
+    Which copies are made follows from the geometry, never from strides: those of a
+    single sample are ambiguous, and the graph must be the same at every batch.
+    """
     before, now = e.node.meta["val"], y.meta["val"]
     assert before.shape == now.shape, (e.info, before.shape, now.shape)
-    if before.stride() == now.stride():
-        return y
-    layout = torch.contiguous_format
-    if before.dim() == 4 and before.is_contiguous(memory_format=torch.channels_last):
-        layout = torch.channels_last
-    if before.dim() == 5 and before.is_contiguous(memory_format=torch.channels_last_3d):
-        layout = torch.channels_last_3d
-    if now.is_contiguous(memory_format=layout):
-        return y
+    layout = _layout_of(before)
+    rows_last = not e.info.transposed and e.info.groups == 1  # [N, o.., Co] in memory
     if layout is torch.contiguous_format:
-        return e(ConvRole.LAYOUT, aten.contiguous.default, y)
+        return e(ConvRole.LAYOUT, aten.contiguous.default, y) if rows_last else y
+    if rows_last:
+        return y
     new = e.node.graph.call_function(
         aten.contiguous.default, (y,), {"memory_format": layout}
     )
@@ -339,9 +349,12 @@ def conv_to_gemm(module: fx.GraphModule) -> fx.GraphModule:
 
 def materialize(traced: TracedModel) -> TracedModel:
     """``traced`` with every convolution as im2col + GEMM, at any batch."""
+    known: dict[int, fx.GraphModule] = {}
 
     def rebatch(batch: int) -> fx.GraphModule:
-        return conv_to_gemm(traced.rebatch(batch))
+        if batch not in known:
+            known[batch] = conv_to_gemm(traced.rebatch(batch))
+        return known[batch]
 
     graph_module = conv_to_gemm(traced.graph_module)
     return replace(traced, graph_module=graph_module, rebatch=rebatch)

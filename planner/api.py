@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -44,6 +45,7 @@ from planner.search.recipes import recipes, why_slower
 from planner.search.stages import MODES, Counts
 from planner.traces import TRACED_DTYPE, GraphSource
 from planner.workload import (
+    Im2col,
     Inference,
     Parallelism,
     PinValue,
@@ -74,6 +76,7 @@ def optimize(
     example_inputs: Any = None,
     strict: bool = False,
     dump_passes: str | Path | None = None,
+    im2col: Im2col | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that fits ``model`` on ``cluster``.
@@ -82,12 +85,17 @@ def optimize(
     ``torchvision:NAME``, ``timm:NAME`` or ``pkg.mod:factory``. ``cluster``: such as
     ``"64xA100"``, a file, a mapping or a ClusterSpec. ``time_limit_s`` bounds the work
     of the search, not the clock, so results are reproducible. ``pins`` fix fields of
-    :class:`Parallelism`. ``strict`` refuses ops without a sharding map.
+    :class:`Parallelism`. ``strict`` refuses ops without a sharding map. ``im2col``,
+    where given, replaces the workload's.
 
     Raises PlannerError (the input is wrong) or InfeasibleError (nothing fits).
     """
     chosen = dict(pins or {})
     check_pins(chosen)
+    if im2col is not None:
+        given = workload or Training()
+        if isinstance(given, Training):
+            workload = dataclasses.replace(given, im2col=im2col)
     setup = _prepare(
         model, cluster, workload, memory_limit_bytes, example_inputs, strict,
         dump_passes, progress, _pinned_tensors(chosen),
@@ -334,7 +342,9 @@ def _prepare(
 
         text = str(model) if isinstance(model, str | Path) else None
         source = resolve(training.seq_len)
-        graphs = GraphSource(source, resolve, text, dump_passes)
+        graphs = GraphSource(
+            source, resolve, text, dump_passes, training.im2col == "materialized"
+        )
         graph = graphs.graph()
         stack = load_stack(training.stack_name)
         warnings = [*source.warnings, *graph.warnings]

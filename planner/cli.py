@@ -28,6 +28,7 @@ from planner.cli_options import (
     Cluster,
     Compile,
     GlobalBatch,
+    Im2col,
     ImageSize,
     MemoryLimit,
     Model,
@@ -68,6 +69,7 @@ def optimize(
     optimizer: OptimizerName = "adamw",
     compile: Compile = True,
     stack: Stack = None,
+    im2col: Im2col = "implicit",
     micro_batch: Annotated[
         int | None,
         typer.Option("--micro-batch", help="Samples per rank and micro-batch."),
@@ -96,7 +98,7 @@ def optimize(
     """Choose the fastest plan that fits."""
     workload = _training(
         global_batch, seq_len, image_size, precision, optimizer, compile, stack,
-        memory_limit,
+        memory_limit, im2col,
     )  # fmt: skip
     pins = parse_pins(pin or ())
     if micro_batch is not None:
@@ -161,6 +163,7 @@ def predict(
     optimizer: OptimizerName = "adamw",
     compile: Compile = True,
     stack: Stack = None,
+    im2col: Im2col = "implicit",
     memory_limit: MemoryLimit = None,
     strict: Strict = False,
     as_json: AsJson = False,
@@ -172,7 +175,7 @@ def predict(
     """
     workload = _training(
         global_batch, seq_len, image_size, precision, optimizer, compile, stack,
-        memory_limit,
+        memory_limit, im2col,
     )  # fmt: skip
     given = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp}
     degrees = _fill(given, dp_shard, dp_replicate, zero, cluster)
@@ -350,6 +353,7 @@ def _training(
     compile: bool,
     stack: str | None,
     memory_limit: str | None,
+    im2col: str,
 ) -> Training:
     return Training(
         global_batch=global_batch,
@@ -360,6 +364,7 @@ def _training(
         compile=compile,
         stack=stack,
         memory_limit_bytes=_limit(memory_limit),
+        im2col=im2col,  # type: ignore[arg-type]
     )
 
 

@@ -45,6 +45,12 @@ Stack = Annotated[
     str | None,
     typer.Option("--stack", help="Software profile, e.g. megatron, fsdp."),
 ]
+Im2col = Annotated[
+    str,
+    typer.Option(
+        "--im2col", help="Convolutions: implicit, or materialized patches + GEMM."
+    ),
+]
 MemoryLimit = Annotated[
     str | None,
     typer.Option("--memory-limit", help="Per GPU: GiB, or with a unit (40GB)."),

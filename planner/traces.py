@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from passes.conv_to_gemm import materialize
 from passes.ir import OpGraph
 from passes.pipeline import run_passes
 from passes.trace import trace
@@ -29,12 +30,14 @@ _cache: OrderedDict[Hashable, OpGraph] = OrderedDict()
 @dataclass(frozen=True, slots=True)
 class GraphSource:
     """A model whose graphs are wanted. ``text`` names it again (None: an object);
-    ``resolve(seq_len)`` gives it at another sequence length."""
+    ``resolve(seq_len)`` gives it at another sequence length; ``im2col`` writes the
+    patches of convolutions to memory."""
 
     source: ModelSource
     resolve: Callable[[int | None], ModelSource]
     text: str | None
     dump_dir: str | Path | None = None
+    im2col: bool = False
 
     def graph(self) -> OpGraph:
         """The whole model's graph, one sample per micro-batch where it can be."""
@@ -58,6 +61,7 @@ class GraphSource:
                 source.image_size,
                 source.dtype,
                 source.mode,
+                self.im2col,
             )
         if key is not None and key in _cache and self.dump_dir is None:
             _cache.move_to_end(key)
@@ -70,6 +74,8 @@ class GraphSource:
             batch=1,
             training=source.mode == "train",
         )
+        if self.im2col:
+            traced = materialize(traced)
         graph = run_passes(traced, self.dump_dir)
         if source.seq_len and not graph.seq_len:
             graph = replace(graph, seq_len=source.seq_len)

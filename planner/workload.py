@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cost_models.hardware import ClusterSpec, DeviceSpec
 
 Precision: TypeAlias = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
+Im2col: TypeAlias = Literal["implicit", "materialized"]
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "momentum", "lion"]
 WeightFormat: TypeAlias = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4"]
 CacheFormat: TypeAlias = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
@@ -74,6 +75,8 @@ class Training:
     run as one kernel. ``stack``: software profile by name; None follows ``compile``.
     ``seq_len`` and ``image_size`` override the model's own. ``memory_limit_bytes``:
     per GPU; None is what the device has. Dropout and frozen parameters stay as traced.
+    ``im2col="materialized"``: convolutions run as patches written to memory and a
+    product, instead of one kernel that never writes them.
     """
 
     global_batch: int | None = None
@@ -85,6 +88,7 @@ class Training:
     stack: str | None = None
     image_size: int | None = None
     memory_limit_bytes: int | None = None
+    im2col: Im2col = "implicit"
     kind: Literal["training"] = "training"
 
     __pydantic_config__ = _FORBID_EXTRA
@@ -98,6 +102,7 @@ class Training:
         _one_of("optimizer", self.optimizer, get_args(OptimizerName))
         if self.gradient_dtype is not None:
             _one_of("gradient dtype", self.gradient_dtype, get_args(GradientFormat))
+        _one_of("im2col", self.im2col, get_args(Im2col))
         _one_of("workload kind", self.kind, ("training",))
 
     @property

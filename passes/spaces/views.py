@@ -467,6 +467,16 @@ def unfold(call: Call) -> Spec:
     return space(call, OpKind.VIEW, {"self": source}, [[*source, None]])
 
 
+@rule("aten.unfold_backward")
+def unfold_backward(call: Call) -> Spec:
+    """Sums windows back into one axis (col2im along it), which stays whole."""
+    rank = len(call.out)
+    axis = call.axis("dim", rank)
+    labels: list[Label] = list(positional(rank))
+    labels[axis] = None
+    return space(call, OpKind.IM2COL, {"grad_in": [*labels, None]}, [labels])
+
+
 @rule("aten.pixel_shuffle")
 def pixel_shuffle(call: Call) -> Spec:
     return _pixels(call, call.tensors[0].shape, call.out, False)
