@@ -615,6 +615,11 @@ class BlockProblem:
         """The optimal choice with its price; None if no choice is legal."""
         if any(not s for s in self.strategies.values()):
             return None
+        if self.size == 1:  # nothing to divide, nothing to choose
+            only = {i: choices[0] for i, choices in self.strategies.items()}
+            whole = dict.fromkeys(self.shared, (REPLICATED, REPLICATED))
+            seconds = sum(self._op_cost(i, s) for i, s in only.items())
+            return self.measure(only, whole, "optimal", seconds)
         problem = self.build()
         solution = intra_op.solve(problem, deterministic=True)
         if solution.choice is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from cost_models.memory import RECIPES, ParameterGroup
+from cost_models.memory import OPTIMIZER_STATE_BYTES, RECIPES, ParameterGroup
 from passes.ir import OpKind
 from planner.errors import InfeasibleError, PlannerError
 from planner.search.blocks import BlockSolution
@@ -86,6 +86,7 @@ class Search:
         self.constraints: list[str] = []
         self._illegal: dict[int, str] = {}
         self._solved: dict[Configuration, Priced | None] = {}
+        self._elements: tuple[tuple[float, bool, bool, float], ...] = ()
         self._gaps: list[float] = []  # bounds of shapes that CP-SAT did not close
 
     # ---- shapes ----------------------------------------------------------------
@@ -286,6 +287,28 @@ class Search:
         setup = self.job.memory_setup(c)
         return parameter_groups(setup, list(zip(solutions, counts, strict=True)))
 
+    def states_alone(self, c: Configuration) -> float:
+        """Bytes of parameter states that an average rank holds at the very least: every
+        tensor divided by tp and, experts, by ep."""
+        if not self._elements:
+            self._elements = self.job.elements()
+        mesh, recipe = c.mesh, RECIPES[self.job.recipe]
+        shard = mesh.dp_shard * mesh.cp
+        total = 0.0
+        for numel, expert, trainable, width in self._elements:
+            n = numel / mesh.tp / (mesh.ep if expert else 1) / mesh.pp
+            own = max(1, shard // mesh.ep) if expert else shard
+            stored = n / (own if c.zero >= 3 else 1)
+            if not (trainable and self.job.training):
+                total += stored * width
+                continue
+            states = OPTIMIZER_STATE_BYTES[self.job.optimizer] + recipe.master
+            total += stored * recipe.parameter
+            total += n / (own if c.zero >= 1 else 1) * states
+            if c.micro_batches > 1:
+                total += n / (own if c.zero >= 2 else 1) * recipe.gradient
+        return total
+
     def hopeless(self, c: Configuration) -> bool:
         """Whether an average rank can not hold its states and the inputs of its blocks:
         then no layout fits."""
@@ -377,6 +400,9 @@ class Search:
                 break
             heappop(queue)
             if level == 0:
+                if self.states_alone(c) > self.job.limit_bytes:
+                    infeasible += 1
+                    continue
                 refined = self.bound(c)
                 if refined == inf or self._is_twin(c, twins):
                     enumerated -= 1  # no legal placement, or one seen already

@@ -28,7 +28,7 @@ from planner.search.blocks import (
 from planner.search.collapse import collapse
 from planner.search.mesh import Mesh, MeshComm
 from planner.search.placements import REPLICATED, Placement, shard
-from planner.search.pricing import Pricer
+from planner.search.pricing import Pricer, expert_dims
 from planner.search.rank_memory import (
     MemorySetup,
     activation_bytes,
@@ -260,6 +260,25 @@ class Job:
             if graph.tensor(name).kind is TensorKind.PARAMETER
         )
 
+    def elements(self) -> tuple[tuple[float, bool, bool, float], ...]:
+        """(elements, expert, trainable, bytes per element) of all parameters."""
+        graph = self.collapsed.graph
+        experts = {
+            op.inputs[1] for op in graph.ops if expert_dims(graph, op) is not None
+        }
+        seen: set[str] = set()
+        totals: dict[tuple[bool, bool, float], float] = {}
+        for block, count in self.chain:
+            for name in sorted(self._parameters(block) - seen):
+                tensor = graph.tensor(name)
+                if tensor.aliases or name in self.tied:
+                    seen.add(name)
+                width = tensor.nbytes / max(1, tensor.numel)
+                key = (name in experts, tensor.trainable, width)
+                here = 1 if name in seen or name in self.pinned else count
+                totals[key] = totals.get(key, 0.0) + tensor.numel * here
+        return tuple((n, *key) for key, n in sorted(totals.items()))
+
     def floors(self, c: Configuration) -> tuple[float, ...]:
         """Per run, seconds that no placement of one block can beat."""
         key = (c.mesh.tp, c.mesh.ep, c.mesh.cp, c.micro_batch)
@@ -289,7 +308,12 @@ class Job:
         hbm = self.device.hbm_bytes_per_s * STREAM_EFFICIENCY
         accumulate = self.stack.accumulate_bytes / hbm
         return Sharding(
-            c.zero, gradient, recipe.gathered, self.training, accumulate, c.micro_batches
+            c.zero,
+            gradient,
+            recipe.gathered,
+            self.training,
+            accumulate,
+            c.micro_batches,
         )
 
     def launch_s(self) -> float:
