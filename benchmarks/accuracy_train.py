@@ -246,10 +246,31 @@ def worst(results: Sequence[Result], count: int = 20) -> list[dict[str, Any]]:
             "what": describe(r.case),
             "measured_s": r.case.measured_s,
             "predicted_s": r.predicted_s,
+            "why": reason_of(r.case, r.terms, r.error),
             "terms": {k: v for k, v in r.terms.items() if v > 0.05 * r.predicted_s},
         }
         for r in chosen
     ]
+
+
+def reason_of(case: Case, terms: Mapping[str, float], error: float) -> str:
+    """Why a row is far off, as far as the row and its price say it."""
+    shape = case.parallelism
+    per_node = dict(case.cluster).get("gpus_per_node", shape.tp)
+    if shape.tp > per_node:
+        return "tensor parallelism over nodes: beyond what the stack's constants cover"
+    if not case.micro_batch_given:
+        return "the source does not state micro-batch, chunks or recompute"
+    if case.group == "ultrascale" and error < -0.4:
+        return (
+            "a slow run: neighbours of the sweep with nearly the same plan are faster"
+        )
+    if case.spec.experts:
+        return "experts: routing, permutation and all-to-all, and releases that differ"
+    if case.group in SWEEPS and case.measured_s < 0.5:
+        return "a short step: host time decides"
+    largest = max(terms, key=lambda k: terms[k])
+    return f"mostly {largest.replace('_', ' ')}; no single cause found"
 
 
 def describe(case: Case) -> str:

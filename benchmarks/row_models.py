@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import passes.trace
 import planner.presets
+from benchmarks.hybrid_model import HYBRIDS, Hybrid
 from passes.ir import OpGraph
 from passes.pipeline import run_passes
 from passes.trace import trace
@@ -35,11 +36,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Dimensions of one model; ``family``: gpt, llama, deepseek, bert or vision.
+    """Dimensions of one model; ``family``: gpt, llama, deepseek, bert, hybrid or vision.
 
     ``inner``: feed-forward width (of one expert where ``experts``). ``lora``: rank of
     adapters on the attention projections, everything else frozen; 0: none.
-    ``name``: a ``torchvision:`` name for vision, whose ``seq_len`` is the image's side.
+    ``name``: of a hybrid, or a library's name for vision, whose ``seq_len`` is the image's side.
     """
 
     family: str
@@ -207,7 +208,17 @@ def _bert(spec: ModelSpec) -> nn.Module:
     )
 
 
-_BUILDERS = {"gpt": _gpt, "llama": _llama, "deepseek": _deepseek, "bert": _bert}
+def _hybrid(spec: ModelSpec) -> nn.Module:
+    return Hybrid(HYBRIDS[spec.name])
+
+
+_BUILDERS = {
+    "gpt": _gpt,
+    "llama": _llama,
+    "deepseek": _deepseek,
+    "bert": _bert,
+    "hybrid": _hybrid,
+}
 
 
 class ImageLoss(nn.Module):

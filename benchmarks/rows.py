@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hybrid_model import HYBRIDS
 from benchmarks.row_models import ModelSpec
 from cost_models.transformer import cost_balanced_layers
 from planner.workload import Parallelism
@@ -64,10 +65,10 @@ SOURCES: dict[str, Source] = {
     "simumax-b200": Source("megatron-exposed", _MODERN, tied=False),
     "megatron-bridge": Source("megatron-bridge", _MODERN, tied=False),
     "megatron-bridge-mem": Source("megatron-bridge", _MODERN, tied=False),
-    "mlperf-gpt3": Source("megatron-bridge", _MODERN),
-    "mlperf-405b": Source("megatron-bridge", _MODERN, tied=False),
-    "mlperf-8b": Source("megatron-bridge", _MODERN, tied=False),
-    "mlperf-lora70b": Source("megatron-bridge", _MODERN, tied=False),
+    "mlperf-gpt3": Source("nemo-mlperf", _MODERN),
+    "mlperf-405b": Source("nemo-mlperf", _MODERN, tied=False),
+    "mlperf-8b": Source("nemo-mlperf", _MODERN, tied=False),
+    "mlperf-lora70b": Source("nemo-mlperf", _MODERN, tied=False),
     "mosaicml": Source("llm-foundry", _MODERN),
     "torchtitan": Source("torchtitan", _MODERN, tied=False),
     "fms-fsdp": Source("torchtitan", _MODERN, tied=False),
@@ -167,6 +168,8 @@ def _recipe(precision: str, source: Source) -> str | None:
 
 def _spec(row: Row, source: Source) -> ModelSpec:
     layers, width, heads = (_int(row, n) for n in ("layers", "hidden", "heads"))
+    if row["model"].lower() in HYBRIDS:
+        return _hybrid(row["model"].lower(), _int(row, "seq_len", 8192))
     if not (layers and width and heads):
         raise SkipRowError(f"{row['config_group']}: {_no_dims(row)}")
     gated = row["ffn_gated"] not in ("0", "0.0")
@@ -215,6 +218,15 @@ def _spec(row: Row, source: Source) -> ModelSpec:
     if spec.experts and not gated:
         raise SkipRowError(f"{row['config_group']}: experts without a gate")
     return spec
+
+
+def _hybrid(name: str, seq_len: int) -> ModelSpec:
+    c = HYBRIDS[name]
+    return ModelSpec(
+        "hybrid", len(c.pattern), c.width, c.heads, c.kv_heads, c.inner, c.vocab,
+        seq_len, head_dim=c.head_dim, experts=c.experts, top_k=c.top_k, tied=False,
+        name=name,
+    )  # fmt: skip
 
 
 def _no_dims(row: Row) -> str:

@@ -261,6 +261,14 @@ _PROFILES = (
         pp=0.5,
     ),
     _training(
+        "nemo-mlperf",
+        "NeMo as tuned for MLPerf: CUDA graphs, overlapped TP, short sequences packed",
+        launch_us=2.0,
+        fused=True,
+        tp=0.7,
+        pp=0.5,
+    ),
+    _training(
         "megatron-exposed",
         "Megatron Core with its overlaps switched off",
         launch_us=5.0,
