@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 Precision: TypeAlias = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 Im2col: TypeAlias = Literal["implicit", "materialized"]
 OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "momentum", "lion"]
-WeightFormat: TypeAlias = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4"]
+WeightFormat: TypeAlias = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4", "fp4"]
 CacheFormat: TypeAlias = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 GradientFormat: TypeAlias = Literal["bf16", "fp16", "fp32"]
-ServingObjective: TypeAlias = Literal["latency", "throughput"]
+ServingObjective: TypeAlias = Literal["latency", "throughput", "gpus", "cost"]
 RecomputeMode: TypeAlias = Literal["none", "selective", "full"]
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 PinValue: TypeAlias = int | bool | str
@@ -115,16 +115,21 @@ class Training:
 class Inference:
     """Prefill of ``prompt_len`` tokens, then ``output_len`` decode steps.
 
-    ``weights`` and ``kv``: storage formats. ``ttft_limit_s`` bounds the time to the
+    ``weights`` and ``kv``: storage formats; ``group``: weights that share a scale in
+    int4; ``eight_bit_math``: fp8 and int8 weights with 8-bit activations where the GPU
+    computes in them (False: weights alone are small). ``ttft_limit_s`` bounds the time to the
     first token and ``tpot_limit_s`` the time per output token; ``arrival_per_s`` is
     the request rate to serve; ``batch`` fixes the requests in flight (None: chosen).
-    ``objective``: lowest latency, or most tokens per second and GPU within the limits.
+    ``objective``: lowest latency of a request, most tokens per second and GPU within
+    the limits, fewest GPUs, or least cost of a token.
     """
 
     prompt_len: int = 1024
     output_len: int = 128
     weights: WeightFormat = "bf16"
     kv: CacheFormat = "bf16"
+    group: int = 128
+    eight_bit_math: bool = True
     precision: Precision = "bf16"
     batch: int | None = None
     ttft_limit_s: float | None = None
@@ -142,6 +147,7 @@ class Inference:
         _whole("prompt length", self.prompt_len)
         _whole("output length", self.output_len)
         _whole("batch", self.batch, optional=True)
+        _whole("quantisation group", self.group)
         _whole("memory limit in bytes", self.memory_limit_bytes, optional=True)
         _one_of("weight format", self.weights, get_args(WeightFormat))
         _one_of("KV cache format", self.kv, get_args(CacheFormat))

@@ -29,6 +29,7 @@ from planner.plan.records import (
     WorkloadRecord,
     plain,
 )
+from planner.plan.serving import ServingRecord
 from planner.workload import Parallelism
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Document(Record):
     )
     collectives: tuple[CollectiveRecord, ...] = ()
     estimate: EstimateRecord
+    #: How a model is served; absent in training plans.
+    serving: ServingRecord | None = None
     warnings: tuple[str, ...] = ()
     provenance: ProvenanceRecord
 

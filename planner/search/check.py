@@ -41,7 +41,12 @@ class Rule:
 
 def check(plan: Plan, *, recompute: bool = False) -> list[Violation]:
     """All violations, in the order of :data:`RULES`; empty for a sound plan."""
-    found = [violation for rule in RULES for violation in rule.find(plan)]
+    if plan.workload.kind == "inference":
+        from planner.search.check_serving import serving_violations
+
+        found = list(serving_violations(plan))
+    else:
+        found = [violation for rule in RULES for violation in rule.find(plan)]
     if recompute:
         found.extend(repriced(plan))
     return found
@@ -375,6 +380,7 @@ def repriced(plan: Plan) -> Iterator[Violation]:
 
 
 REPRICED = (
+    "serving",
     "model",
     "mesh",
     "stages",

@@ -96,7 +96,9 @@ def _layer(d: Dims, index: int) -> Layer:
         r = d.recurrent
         keys, values = r.key_heads * r.key_dim, r.value_heads * r.value_dim
         products += [
-            Product("in", 2 * keys + 2 * values + 2 * r.value_heads, d.hidden, "column"),
+            Product(
+                "in", 2 * keys + 2 * values + 2 * r.value_heads, d.hidden, "column"
+            ),
             Product("out", d.hidden, values, "row"),
         ]
         state = r.value_heads * r.key_dim * r.value_dim + (2 * keys + values) * r.conv
@@ -124,9 +126,7 @@ def _layer(d: Dims, index: int) -> Layer:
             Product("qkv", width, d.hidden, "column"),
             Product("out", d.hidden, d.q_heads * d.head_dim, "row"),
         ]
-        attentions = (
-            Attention(d.q_heads, d.kv_heads, d.head_dim, d.head_dim, window),
-        )
+        attentions = (Attention(d.q_heads, d.kv_heads, d.head_dim, d.head_dim, window),)
     products += _feed_forward(d, index)
     return Layer(tuple(products), attentions, _other(d, products), state)
 

@@ -45,9 +45,7 @@ class Formats:
             ("KV cache format", self.kv, CACHE_BYTES),
         ):
             if value not in known:
-                raise PlannerError(
-                    f"unknown {what}", value, f"use {', '.join(known)}"
-                )
+                raise PlannerError(f"unknown {what}", value, f"use {', '.join(known)}")
         if self.group < 1:
             raise PlannerError("the quantisation group must be at least 1", self.group)
 
