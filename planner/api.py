@@ -92,6 +92,13 @@ def optimize(
     """
     chosen = dict(pins or {})
     check_pins(chosen)
+    if isinstance(workload, Inference):
+        from planner.serving.api import serve
+
+        return serve(
+            model, cluster, workload, pins=chosen, example_inputs=example_inputs,
+            memory_limit_bytes=memory_limit_bytes, progress=progress,
+        )  # fmt: skip
     if im2col is not None:
         given = workload or Training()
         if isinstance(given, Training):
@@ -196,6 +203,10 @@ def reprice(plan: Document) -> Prediction:
             "check the plan without repricing, or plan it from a name",
         )
     cluster: Any = plan.cluster.definition or plan.cluster.text
+    if isinstance(plan.workload, Inference):
+        from planner.serving.api import reprice as price_serving
+
+        return price_serving(plan, cluster)
     setup = _prepare(
         plan.model.source, cluster, plan.workload, None, None, False, None, None
     )
