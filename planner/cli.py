@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner import cli_handover
 from planner.cli_io import (
     CHECK_FAILED,
     INFEASIBLE,
@@ -41,11 +42,13 @@ from planner.cli_options import (
     Stack,
     Strict,
 )
+from planner.cli_runtime import audit, validate
 from planner.errors import PlannerError
 from planner.workload import Parallelism, Training, parse_pins
 
 if TYPE_CHECKING:
     from planner.plan import Plan
+    from planner.plan.documents import Document
 
 app = typer.Typer(
     name="planner",
@@ -91,6 +94,14 @@ def optimize(
         Path | None,
         typer.Option("--dump-passes", help="Write the graph after each pass here."),
     ] = None,
+    compare_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare-to",
+            help="Price this configuration too (Megatron arguments, torchtitan TOML, "
+            "DeepSpeed JSON, or a plan) and show what the plan gains.",
+        ),
+    ] = None,
     output: Output = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -119,7 +130,11 @@ def optimize(
             dump_passes=dump_passes,
             progress=report,
         )
-    return _deliver(plan, output, as_json)
+        today = None
+        if compare_to is not None:
+            report("pricing the configuration to compare with")
+            today = cli_handover.today(compare_to, model, cluster, workload)
+    return _deliver(plan, output, as_json, today)
 
 
 @app.command()
@@ -165,6 +180,22 @@ def predict(
     stack: Stack = None,
     im2col: Im2col = "implicit",
     memory_limit: MemoryLimit = None,
+    from_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Take the split from Megatron arguments, a torchtitan TOML or a "
+            "DeepSpeed JSON.",
+        ),
+    ] = None,
+    from_format: Annotated[
+        str | None,
+        typer.Option(
+            "--from-format",
+            help="megatron-args, torchtitan.toml or deepspeed.json (default: by the "
+            "file's name).",
+        ),
+    ] = None,
     strict: Strict = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -177,17 +208,22 @@ def predict(
         global_batch, seq_len, image_size, precision, optimizer, compile, stack,
         memory_limit, im2col,
     )  # fmt: skip
-    given = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp}
-    degrees = _fill(given, dp_shard, dp_replicate, zero, cluster)
-    parallelism = Parallelism(
-        **degrees,
-        zero=zero,
-        micro_batch_size=micro_batch,
-        sequence_parallel=sequence_parallel,
-        schedule=schedule,  # type: ignore[arg-type]
-        recompute=_recompute(recompute),  # type: ignore[arg-type]
-        layers_per_stage=_counts("layers per stage", layers_per_stage),
-    )
+    if from_file is not None:
+        found_in = cli_handover.imported(from_file, cluster, from_format)
+        workload = cli_handover.filled(workload, found_in)
+        parallelism = found_in.parallelism
+    else:
+        given = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp}
+        degrees = _fill(given, dp_shard, dp_replicate, zero, cluster)
+        parallelism = Parallelism(
+            **degrees,
+            zero=zero,
+            micro_batch_size=micro_batch,
+            sequence_parallel=sequence_parallel,
+            schedule=schedule,  # type: ignore[arg-type]
+            recompute=_recompute(recompute),  # type: ignore[arg-type]
+            layers_per_stage=_counts("layers per stage", layers_per_stage),
+        )
     with progress(quiet) as report:
         from planner.api import predict as run
 
@@ -249,19 +285,11 @@ def check(
     return 0
 
 
-@app.command()
-def explain(plan_file: PlanFile, as_json: AsJson = False) -> int:
-    """Say in words why a plan (or a prediction) is as it is."""
-    from planner.explain import explain as sections_of
-    from planner.explain import render
-    from planner.plan import load_document
-
-    sections = sections_of(load_document(plan_file))
-    if as_json:
-        print_json({s.title: list(s.lines) for s in sections})
-    else:
-        show(render(sections))
-    return 0
+app.command()(cli_handover.explain)
+app.command()(cli_handover.diff)
+app.command()(cli_handover.report)
+app.command()(cli_handover.trace)
+app.command()(cli_handover.export)
 
 
 @app.command()
@@ -424,13 +452,17 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _deliver(plan: Plan, output: Path | None, as_json: bool) -> int:
+def _deliver(
+    plan: Plan, output: Path | None, as_json: bool, today: Document | None = None
+) -> int:
     if output is not None:
         plan.save(output)
     if as_json:
-        show(plan.to_json())
+        show(cli_handover.both_json(plan, today) if today else plan.to_json())
         return 0
     show(plan.summary())
+    if today is not None:
+        show(cli_handover.gain(plan, today))
     if output is not None:
         show(f"\nwrote {output}; `planner explain {output}` says why it is so")
     return 0
@@ -460,6 +492,10 @@ def _one_cluster(text: str, as_json: bool) -> int:
     )
     show("\n".join(lines))
     return 0
+
+
+app.command()(audit)
+app.command()(validate)
 
 
 def run(arguments: list[str] | None = None) -> int:

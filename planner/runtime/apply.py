@@ -203,7 +203,7 @@ class Parallel:
         graph: OpGraph,
         inputs: InputMap,
         device: torch.device,
-        init: Init,
+        init: Init | None,
         seed: int,
     ) -> None:
         workload = plan.workload
@@ -247,7 +247,7 @@ class Parallel:
     # ---- set-up ----------------------------------------------------------------
 
     def _fill(
-        self, model: nn.Module, mine: Sequence[Virtual], init: Init, seed: int
+        self, model: nn.Module, mine: Sequence[Virtual], init: Init | None, seed: int
     ) -> None:
         graph, held = self.graph, self._held(mine)
         known = {n: graph.tensor(n) for n in held}
@@ -315,9 +315,15 @@ class Parallel:
         The arguments hold this data rank's samples (all ranks of one data rank give the
         same). Gradients of earlier steps are replaced, not added to.
         """
+        loss = self.run(self.inputs.bind(args, kwargs, self.device))
+        return self._mean_loss(loss)
+
+    __call__ = step
+
+    def run(self, bound: Values) -> Tensor | None:
+        """The step on bound inputs; this rank's mean loss where the loss is made."""
         p = self.plan.parallelism
         count, size = p.num_micro_batches or 1, p.micro_batch_size
-        bound = self.inputs.bind(args, kwargs, self.device)
         self.store.refresh()
         for stored in self.store.parameters.values():
             stored.leaf.grad, stored.gradient, stored.master.grad = None, None, None
@@ -329,9 +335,7 @@ class Parallel:
         loss = self.pipeline.run(micro, count, scale)
         reduce_gradients(self.store, self.tied)
         self.store.stale = True
-        return self._mean_loss(loss)
-
-    __call__ = step
+        return loss
 
     def _mean_loss(self, loss: Tensor | None) -> Tensor:
         """Averaged over data ranks and known on every pipeline stage."""

@@ -97,7 +97,8 @@ class Axis:
             "all_reduce", self.name, self.size, _nbytes(out), phase, where
         )
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        dist.all_reduce(out, op, group=self.group)
+        if not out.is_meta:  # an audit issues on paper
+            dist.all_reduce(out, op, group=self.group)
         return out
 
     def all_reduce_(self, flat: Tensor, phase: str, where: str = "") -> None:
@@ -107,7 +108,8 @@ class Axis:
         self.recorder.add(
             "all_reduce", self.name, self.size, _nbytes(flat), phase, where
         )
-        dist.all_reduce(flat, group=self.group)
+        if not flat.is_meta:
+            dist.all_reduce(flat, group=self.group)
 
     def gather_flat(self, local: Tensor, phase: str, where: str = "") -> Tensor:
         """[n] of every rank -> [size, n]."""
@@ -117,7 +119,8 @@ class Axis:
         self.recorder.add(
             "all_gather", self.name, self.size, _nbytes(out), phase, where
         )
-        _all_gather(out, local.contiguous(), group=self.group)
+        if not out.is_meta:
+            _all_gather(out, local.contiguous(), group=self.group)
         return out.view(self.size, -1)
 
     def scatter_sum_flat(self, full: Tensor, phase: str, where: str = "") -> Tensor:
@@ -128,7 +131,8 @@ class Axis:
         self.recorder.add(
             "reduce_scatter", self.name, self.size, _nbytes(full), phase, where
         )
-        _reduce_scatter(out, full.contiguous().view(-1), group=self.group)
+        if not out.is_meta:
+            _reduce_scatter(out, full.contiguous().view(-1), group=self.group)
         return out
 
     def exchange_flat(self, pieces: Tensor, phase: str) -> Tensor:
@@ -137,9 +141,10 @@ class Axis:
         self.recorder.add(
             "all_to_all", self.name, self.size, _nbytes(pieces), phase
         )
-        dist.all_to_all_single(
-            out.view(-1), pieces.contiguous().view(-1), group=self.group
-        )
+        if not out.is_meta:
+            dist.all_to_all_single(
+                out.view(-1), pieces.contiguous().view(-1), group=self.group
+            )
         return out
 
 

@@ -69,7 +69,7 @@ class Call:
             full = cut(full, p, run.axis.size, run.axis.rank)
         return full
 
-    def invoke(self, **changes: Any) -> Any:
+    def invoke(self, /, **changes: Any) -> Any:
         """Call the op with some arguments replaced."""
         return invoke(self.target, {**self.args, **changes})
 

@@ -48,12 +48,15 @@ class Mail:
         for k, name in enumerate(names):
             tensor = values[name].detach().contiguous()
             total += tensor.numel() * tensor.element_size()
+            if tensor.is_meta:
+                continue
             work = dist.isend(
                 tensor, self.topology.pp.ranks[rank], self._group(kind),
                 self._tag(kind, stage, micro, k),
             )  # fmt: skip
             self.pending.append((work, tensor))
-        self.recorder.add("p2p", "pp", 2, total, kind, f"stage {self.topology.stage}")
+        if kind == "forward":
+            self._note(kind, total)
 
     def receive(
         self, kind: str, stage: int, micro: int, rank: int, names: Sequence[str]
@@ -70,16 +73,24 @@ class Mail:
                 dtype=getattr(torch, like.dtype),
                 device=self.topology.device,
             )
+            result[name] = tensor
+            if tensor.is_meta:
+                continue
             works.append(
                 dist.irecv(
                     tensor, self.topology.pp.ranks[rank], self._group(kind),
                     self._tag(kind, stage, micro, k),
                 )
             )  # fmt: skip
-            result[name] = tensor
         for work in works:
             work.wait()
+        if kind == "backward":
+            self._note(kind, sum(t.numel() * t.element_size() for t in result.values()))
         return result
+
+    def _note(self, kind: str, total: int) -> None:
+        """A message belongs to the stage before its cut, whichever way it goes."""
+        self.recorder.add("p2p", "pp", 2, total, kind, f"stage {self.topology.stage}")
 
     def _group(self, kind: str) -> Any:
         forward = kind == "forward"

@@ -44,6 +44,7 @@ class Stored:
     master: nn.Parameter
     work: Tensor | None = None  # a leaf; None under ZeRO-3
     shard: Tensor | None = None  # the working shard, a leaf, under ZeRO-3
+    shares: bool = False  # the leaf is the master's memory
     gradient: Tensor | None = None  # accumulated, where not in the leaf's own .grad
 
     @property
@@ -121,11 +122,10 @@ class Store:
         stored._row = flat.shape[1]
         shared = self.local_master(stored).detach()
         if self.gathers:
-            same = shared.dtype == work_dtype
-            stored.shard = (shared if same else shared.to(work_dtype)).requires_grad_(
-                trainable
-            )
+            stored.shares = shared.dtype == work_dtype
+            stored.shard = shared.to(work_dtype).requires_grad_(trainable)
         elif not self.divided and shared.dtype == work_dtype:
+            stored.shares = True
             stored.work = shared.requires_grad_(trainable)
         else:
             stored.work = local.to(work_dtype).clone().requires_grad_(trainable)
@@ -281,7 +281,7 @@ class Store:
         copied = {
             n: s
             for n, s in self.parameters.items()
-            if s.trainable and s.leaf.data_ptr() != self.local_master(s).data_ptr()
+            if s.trainable and not s.shares
         }
         if not copied:
             return

@@ -88,7 +88,8 @@ def build_topology(
     stored = ranks.permute(0, 1, 4, 2, 3).reshape(
         p.pp, p.dp_replicate, p.tp, p.dp_shard * p.cp
     )
-    mesh = DeviceMesh(device.type, stored, mesh_dim_names=STORAGE_AXES)
+    kind = "cpu" if device.type == "meta" else device.type
+    mesh = DeviceMesh(kind, stored, mesh_dim_names=STORAGE_AXES)
 
     def axis(name: str, line: torch.Tensor, group: Any, label: str = "") -> Axis:
         members = tuple(line.flatten().tolist())

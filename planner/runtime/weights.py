@@ -40,19 +40,23 @@ def values_of(
     names: Sequence[str],
     *,
     seed: int,
-    init: Init,
+    init: Init | None,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the parameters and buffers ``names``, one at a time."""
+    """(name, whole tensor) of the parameters and buffers ``names``, one at a time.
+
+    Without ``init`` tensors on the meta device stay there.
+    """
     wanted = dict.fromkeys(names)
     meta: dict[str, list[str]] = {}
     for name in wanted:
         tensor = _get(model, name)
-        if tensor.device.type != "meta":
+        if tensor.device.type != "meta" or init is None:
             yield name, tensor.detach()
         else:
             meta.setdefault(name.rpartition(".")[0], []).append(name)
     for path, inside in meta.items():
+        assert init is not None
         module = model.get_submodule(path)
         own = _materialized(module, path, seed, init, dtype)
         for name in inside:

@@ -74,10 +74,10 @@ class BlockParameters:
     def hooks(self) -> AbstractContextManager[Any]:
         """Autograd keeps names in place of gathered parameters."""
         held = self.store.gathered(self.block) or {}
-        owner = {t.untyped_storage().data_ptr(): n for n, t in held.items()}
+        owner = {t.untyped_storage()._cdata: n for n, t in held.items()}
 
         def pack(x: Tensor) -> Any:
-            name = owner.get(x.untyped_storage().data_ptr())
+            name = owner.get(x.untyped_storage()._cdata)
             if name is None:
                 return x
             return _Kept(name, tuple(x.shape), x.stride(), x.storage_offset())

@@ -14,6 +14,7 @@ import planner
 from planner.plan import load_document
 from planner.plan.documents import Document
 from tests import small
+from tests.distributed.zoo_models import ZOO
 
 Made = tuple[nn.Module, Callable[[int, int], tuple[Tensor, ...]]]
 
@@ -78,7 +79,7 @@ def llama() -> Made:
 
 MODELS: dict[str, Callable[[], Made]] = {
     f.__name__: f for f in (tiny_gpt, tied_gpt, deep_gpt, odd_mlp, preset_gpt, llama)
-}
+} | ZOO
 
 
 def slow_cluster(gpus: int) -> Any:
@@ -189,6 +190,7 @@ def check_all(cases: list[Case]) -> list[str]:
 
     found: list[str] = []
     for case in cases:
+        print(f"checking {case}", flush=True)
         try:
             found.append(f"ok {check_one(case)}")
         except Exception:
