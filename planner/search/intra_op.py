@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from planner.search.intra.clock import Clock
-from planner.search.intra.core import Core, components, core_of, restrict
+from planner.search.intra.core import Core, components, core_of, narrow, restrict
 from planner.search.intra.descent import Descent
 from planner.search.intra.elimination import Plan, decode, eliminate, make_plan
 from planner.search.intra.evaluate import Evaluation, evaluate
 from planner.search.intra.exact import Progress, enumerate_below, lagrange
-from planner.search.intra.problem import IntArray, Problem, Solution
+from planner.search.intra.problem import IntArray, Problem, Solution, ints
 from planner.search.intra.reductions import Graph, reduce
 from planner.search.intra.usage import Infeasible
 
@@ -30,6 +30,9 @@ __all__ = ["Evaluation", "Problem", "Solution", "evaluate", "solve"]
 _TABLE_LIMIT = 1e6  # entries of one table where a core is eliminated exactly
 _TABLES_LIMIT = 2e7  # entries of all of them
 _MARGINALS_LIMIT = 150_000  # edge entries up to which CP-SAT is worth its time
+_FEW_NODES = 60  # CP-SAT needs no help below
+_PROOF_TURNS = 100  # of learning before CP-SAT
+_FEW_ROWS = 60  # rows that CP-SAT may have from the start
 _TOLERANCE = 1e-9  # relative gap that counts as proved
 
 
@@ -119,8 +122,10 @@ class _Search:
         descent = Descent(core, self.clock, self.seed)
         descent.resume(state)
         if self.small(core):
-            descent.learn(0.95 * self.clock.left(), most=30)
-            self.cp_sat(core, descent)
+            if descent.best is None or core.count > _FEW_NODES:
+                descent.learn(0.8 * self.clock.left(), most=_PROOF_TURNS)
+            if not descent.closed:
+                self.cp_sat(core, descent)
         else:
             self.stages.append("descent")
             descent.learn(0.5 * self.clock.left())
@@ -149,15 +154,24 @@ class _Search:
         return sum(m.size for _, _, m in core.edges) <= _MARGINALS_LIMIT
 
     def cp_sat(self, core: Core, descent: Descent) -> None:
-        """Solves with few rows, adds those that the answer overflows, and repeats."""
+        """Drops the strategies that the bound rules out, solves with few rows, adds
+        those that the answer overflows, and repeats."""
         from planner.search.intra.cp_sat import CpModel
 
         self.stages.append("cp-sat")
-        model = CpModel(core)
-        if core.capacity.size <= 100:
-            for t in range(core.capacity.size):
+        domains = [np.arange(c.size) for c in core.cost]
+        hint: IntArray | None = None
+        if descent.best is not None:
+            domains = descent.surviving()
+            if descent.closed:
+                return
+            picks = zip(domains, ints(descent.best), strict=True)
+            hint = np.array([int(np.searchsorted(d, k)) for d, k in picks])
+        model = CpModel(narrow(core, domains))
+        dearest = np.argsort(-descent.prices, kind="stable")[:_FEW_ROWS]
+        for t in ints(dearest):
+            if core.capacity.size <= _FEW_ROWS or descent.prices[t] > 0:
                 model.add_row(t)
-        hint = descent.best
         stop = 0.2 * self.clock.left()
         while self.clock.left() > stop and not descent.closed:
             answer = model.solve(
@@ -169,16 +183,18 @@ class _Search:
             )
             self.clock.charge(answer.work_s)
             if answer.closed and answer.choice is None:
-                raise Infeasible
+                if descent.best is None:
+                    raise Infeasible
+                descent.bound = descent.best_cost
+                return
             descent.bound = max(descent.bound, answer.bound)
             if answer.choice is None:
                 return
             hint = answer.choice
-            descent.offer(hint)
-            if not model.add_violated(hint):
-                if not answer.closed:
-                    return
-                break
+            picked = zip(domains, ints(hint), strict=True)
+            descent.offer(np.array([d[k] for d, k in picked], dtype=np.int64))
+            if not model.add_violated(hint) and (not answer.closed or descent.closed):
+                return
 
     def improve(self, descent: Descent) -> None:
         """Spends what is left on finding, then bettering, a choice that fits."""

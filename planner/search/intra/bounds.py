@@ -46,11 +46,21 @@ class Messages:
         self._half(theta, range(self.core.count), self._ahead)
         return self._half(theta, range(self.core.count - 1, -1, -1), self._behind)
 
+    def slack(self, theta: Sequence[FloatArray]) -> list[FloatArray]:
+        """How far each strategy lies above its node's best when the forward pass comes
+        by. Every chain of the decomposition through i has gamma_i theta^_i as its
+        min-marginal there, so the bound of the sweep before plus the slack of k is
+        below the cost of every choice with x_i = k."""
+        out: list[FloatArray] = []
+        self._half(theta, range(self.core.count), self._ahead, out)
+        return out
+
     def _half(
         self,
         theta: Sequence[FloatArray],
         order: range,
         targets: list[list[tuple[int, FloatArray]]],
+        slack: list[FloatArray] | None = None,
     ) -> float:
         into, bound = self.into, 0.0
         for i in order:
@@ -60,7 +70,10 @@ class Messages:
                 total = total + message
             least = float(total.min())
             bound += least
-            share = (total - least) * self._gamma[i]
+            total = total - least
+            if slack is not None:
+                slack.append(total)
+            share = total * self._gamma[i]
             for j, m in targets[i]:
                 out = (m + (share - mine[j])).min(axis=1)
                 low = float(out.min())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.intra.problem import Edge, FloatArray, IntArray
+from planner.search.intra.problem import Edge, FloatArray, IntArray, ints
 from planner.search.intra.reductions import Graph
 from planner.search.intra.usage import Infeasible, Items, compress
 
@@ -121,6 +121,21 @@ def components(core: Core) -> list[IntArray]:
     return found
 
 
+def narrow(core: Core, domains: Sequence[IntArray]) -> Core:
+    """The same core with only the strategies ``domains[i]`` of node i."""
+    use: dict[int, Items] = {}
+    for q, v in enumerate(ints(core.item_node)):
+        span = (int(core.item_start[q]), int(core.item_end[q]))
+        vector = core.values[int(core.item_offset[q]) + domains[v]]
+        use.setdefault(v, {})[span] = vector
+    return make_core(
+        [c[d] for c, d in zip(core.cost, domains, strict=True)],
+        [(i, j, m[np.ix_(domains[i], domains[j])]) for i, j, m in core.edges],
+        use,
+        core.capacity,
+    )
+
+
 def restrict(
     core: Core, choice: IntArray, nodes: IntArray, domains: Sequence[IntArray]
 ) -> Core:
@@ -156,4 +171,4 @@ def restrict(
     return make_core(cost, edges, items, rows.capacity)
 
 
-__all__ = ["Core", "Infeasible", "components", "core_of", "make_core", "restrict"]
+__all__ = ["Core", "Infeasible", "components", "core_of", "make_core", "narrow", "restrict"]

@@ -172,13 +172,12 @@ class CpModel:
         time_limit_s: float,
         *,
         hint: IntArray | None = None,
-        cutoff: float | None = None,
         deterministic: bool = False,
         workers: int = 2,
         seed: int = 0,
     ) -> Answer:
-        """Solves once. ``cutoff``: only choices that cost less are wanted, and then
-        ``closed`` without a choice means that there are none."""
+        """Solves with the rows added so far, at most ``time_limit_s`` (deterministic
+        seconds of CP-SAT with ``deterministic``)."""
         model = self.model
         variables = [v for v, _ in self._objective]
         weights = [w for _, w in self._objective]
@@ -190,15 +189,18 @@ class CpModel:
                 for p, literal in enumerate(literals):
                     model.add_hint(literal, p == k)
         solver = cp_model.CpSolver()
-        solver.parameters.num_workers = workers
-        solver.parameters.random_seed = seed
-        if workers == 2:
-            solver.parameters.subsolvers.extend(["max_lp", "pseudo_costs"])
-        if deterministic:
-            solver.parameters.max_deterministic_time = time_limit_s
-            solver.parameters.interleave_search = True
+        solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
+        parameters = solver.parameters
+        parameters.random_seed = seed
+        if deterministic:  # one thread proves sooner than two that take turns
+            parameters.max_deterministic_time = time_limit_s
+            parameters.num_workers = 1
+            parameters.linearization_level = 2
         else:
-            solver.parameters.max_time_in_seconds = time_limit_s
+            parameters.max_time_in_seconds = time_limit_s
+            parameters.num_workers = workers
+            if workers == 2:
+                parameters.subsolvers.extend(["max_lp", "pseudo_costs"])
         status = solver.solve(model)
         found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
         choice = None

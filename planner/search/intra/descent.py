@@ -38,6 +38,7 @@ _LEANINGS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # power of the degree in choosing whom 
 _STEP = 0.1  # share of Polyak's step
 _FADE = 0.7  # how fast the longest recent subgradient is forgotten
 _WARM_SWEEPS = 10
+_PROOF_SWEEPS = 40
 _SECONDS_PER_NODE = 4e-5  # measured on one core: planning, tables and decoding
 _SECONDS_PER_EDGE = 1.2e-5  # measured on one core: one message each way
 
@@ -51,12 +52,14 @@ class Descent:
         self.rng = random.Random(seed)
         self.soft = _soften(core)
         self.pricer = Pricer(self.soft)
+        self.messages = Messages(core)
         self.prices = np.zeros(core.capacity.size)
         self.bound = -np.inf
         self.best: IntArray | None = None
         self.best_cost = np.inf
         self.forbidden = _forbidden(core)
         self.last = np.array([c.argmin() for c in core.cost], dtype=np.int64)
+        self.walk = self.prices  # where roaming has brought the prices
         self._length = 0.0
 
     @property
@@ -104,8 +107,7 @@ class Descent:
     # -- learning prices ------------------------------------------------------------
     def learn(self, stop_left_s: float, most: int = 10**9) -> None:
         """Alternates messages, moves and prices until ``stop_left_s`` remain."""
-        messages = Messages(self.core)
-        prices = self.prices
+        messages, prices = self.messages, self.prices
         theta = self.pricer.theta(prices)
         for _ in range(_WARM_SWEEPS):
             self._sweep(messages, theta, prices)
@@ -124,21 +126,36 @@ class Descent:
             self.last = min(moved, key=lambda x: self.priced(x, prices))
             self.offer(self.last)
             if prices.size:
-                prices = self._step(prices, self.last, self.bound)
+                prices = self.walk = self._step(prices, self.last, self.bound, _FADE)
+
+    def surviving(self) -> list[IntArray]:
+        """Per node the strategies that a choice as cheap as the best may take."""
+        theta, level = self.pricer.theta(self.prices), -np.inf
+        for _ in range(_PROOF_SWEEPS):
+            level = self._sweep(self.messages, theta, self.prices)
+        room = self.best_cost + 1e-9 * abs(self.best_cost) - level
+        slack = self.messages.slack(theta)
+        return [np.flatnonzero(rise <= room) for rise in slack]
 
     def _sweep(
         self, messages: Messages, theta: list[FloatArray], prices: FloatArray
-    ) -> None:
+    ) -> float:
         level = messages.sweep(theta) - float(prices @ self.core.capacity)
         self.clock.charge(_SECONDS_PER_EDGE * 2 * len(self.core.edges))
         if level > self.bound:
             self.bound, self.prices = level, prices
+        return level
 
-    def _step(self, prices: FloatArray, choice: IntArray, level: float) -> FloatArray:
+    def _step(
+        self, prices: FloatArray, choice: IntArray, level: float, fade: float
+    ) -> FloatArray:
+        """Polyak's step towards the best cost; ``fade`` slows steps after long ones,
+        which the bound wants and a search for choices does not."""
         unit = float(self.core.capacity.max())
         over = (self.core.load(choice) - self.core.capacity) / unit
         slope = np.where((prices > 0) | (over > 0), over, 0.0)
-        self._length = max(_FADE * self._length, float(slope @ slope), 1e-2)
+        floor = 1e-2 if fade else 1e-4
+        self._length = max(fade * self._length, float(slope @ slope), floor)
         scale = abs(level)
         gap = max(min(self.best_cost, 3 * scale) - level, 0.01 * scale)
         return np.maximum(0.0, prices + _STEP * gap / self._length / unit * slope)
@@ -161,15 +178,15 @@ class Descent:
     # -- polishing --------------------------------------------------------------------
     def roam(self, stop_left_s: float, most: int = 10**9) -> None:
         """Moves while prices follow the overflow of the present choice."""
-        assert self.best is not None
-        choice, prices = self.best.copy(), self.prices.copy()
+        choice, prices = self.last, self.walk
         for _ in range(most):
             if self.clock.left() <= stop_left_s:
                 break
             choice = self.move(self.plan(), self.pricer.theta(prices), choice)
             self.offer(choice)
             if prices.size:
-                prices = self._step(prices, choice, self.priced(choice, prices))
+                prices = self._step(prices, choice, self.priced(choice, prices), 0.0)
+        self.last, self.walk = choice, prices
 
     def polish(self, stop_left_s: float, most: int = 10**9, tries: int = 5) -> None:
         """Moves from the best choice, priced until they fit and pay."""

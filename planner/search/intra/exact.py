@@ -73,7 +73,7 @@ def lagrange(core: Core, plan: Plan, most: int = 25) -> Progress:
 
 
 def enumerate_below(
-    core: Core, plan: Plan, state: Progress, most: int = 4000
+    core: Core, plan: Plan, state: Progress, most: int = 10_000
 ) -> Progress:
     """Searches every choice that the relaxation does not rule out; when it gives up
     after ``most`` decisions the bound stays as it was."""

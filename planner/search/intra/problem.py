@@ -30,6 +30,12 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Edge: TypeAlias = tuple[int, int, FloatArray]
 
 
+def ints(array: IntArray) -> list[int]:
+    """``array.tolist()`` with its type."""
+    out: list[int] = array.tolist()
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Nodes with strategies, pairwise costs and one limit over live ranges.
