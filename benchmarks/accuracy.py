@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy --table train_llm --data FILE.csv[.gz] [--plot P.svg]
 
-A table of errors by source goes to stderr; one JSON document comes last, on stdout:
-n, skipped (with the reasons), mape, median_ape, p90_ape, bias, rank_correlation, and the
-same by group; train_llm has memory figures beside the times, and its sweeps have regret.
+A table of errors by source goes to stderr; one JSON document comes last, on stdout: n,
+skipped (with the reasons), mape, median_ape, p90_ape, bias, rank_correlation, and the
+same by group; train_llm has memory figures beside the times, its sweeps have regret.
 Without ``--data`` the rows kept in the project are priced. ``--docs FILE`` rewrites the
 accuracy page from all tables.
 """
@@ -41,7 +41,7 @@ class Outcome:
 
     document: Document
     points: list[Point] = field(default_factory=lambda: [])
-    worst: list[Mapping[str, Any]] = field(default_factory=lambda: [])
+    worst: Sequence[Mapping[str, Any]] = ()
 
 
 def _kernels(table: str, path: Path, _: Graphs) -> Outcome:

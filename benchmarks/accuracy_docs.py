@@ -128,10 +128,10 @@ throughput among plans of one model on one machine, and the regret is how much s
 than the best measured plan the one is that the price would pick. Where a figure misses
 its bar, the bar stands beside it.
 
-The constants that training rows fit are in `cost_models/specs/stacks.json` (per software
-stack, and sustained clocks per GPU), each with its error and source; `python -m
-benchmarks.fit.fit_stacks --hold-out` fits on two thirds of the models and machines and
-prints the error on the rest.
+The constants that training rows fit are in `cost_models/specs/stacks.json` (per
+software stack, and sustained clocks per GPU), each with its error and source;
+`python -m benchmarks.fit.fit_stacks --hold-out` fits on two thirds of the models and
+machines and prints the error on the rest.
 """
 
 

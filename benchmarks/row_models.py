@@ -36,11 +36,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Dimensions of one model; ``family``: gpt, llama, deepseek, bert, hybrid or vision.
+    """Dimensions of one model.
+
+    ``family``: gpt, llama, deepseek, bert, hybrid or vision.
 
     ``inner``: feed-forward width (of one expert where ``experts``). ``lora``: rank of
     adapters on the attention projections, everything else frozen; 0: none.
-    ``name``: of a hybrid, or a library's name for vision, whose ``seq_len`` is the image's side.
+    ``name``: of a hybrid, or a library's name for vision, whose ``seq_len`` is the side
+    of an image.
     """
 
     family: str

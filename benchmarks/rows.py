@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.hybrid_model import HYBRIDS
 from benchmarks.row_models import ModelSpec
 from cost_models.transformer import cost_balanced_layers
-from planner.workload import Parallelism
+from planner.workload import Parallelism, RecomputeMode
 
 Row = Mapping[str, str]
 DATA = Path(__file__).parent / "data"
@@ -43,6 +43,7 @@ class Source:
 
 _OLD = {"recompute": "full", "sp": "0", "flash_attn": "0"}
 _MODERN = {"sp": "1", "flash_attn": "1", "recompute": "none", "zero_or_fsdp": "1"}
+_UNFUSED = {"recompute": "none", "flash_attn": "0"}
 
 #: One entry per ``config_group``; :data:`OTHER` for sources that are not named.
 SOURCES: dict[str, Source] = {
@@ -53,11 +54,16 @@ SOURCES: dict[str, Source] = {
     "vtrain-single": Source("megatron-deepspeed", _OLD, dropout=0.1, gradients="fp16"),
     "bigscience-176b": Source("megatron-deepspeed", _OLD, dropout=0.1),
     "bigscience-v100": Source("megatron-deepspeed", _OLD, dropout=0.1),
-    "megatron-h100": Source("megatron", {**_MODERN, "vpp": "1"}, tied=False),
-    "megatron-ci": Source("megatron", _MODERN, tied=False),
+    "megatron-h100": Source("megatron", _MODERN, tied=False),
+    "megatron-ci": Source("megatron-deterministic", _MODERN, tied=False),
     "nemo-launcher": Source(
-        "megatron",
-        {**_MODERN, "recompute": "selective", "flash_attn": "0", "global_batch": "2048"},
+        "nemo",
+        {
+            **_MODERN,
+            "recompute": "selective",
+            "flash_attn": "0",
+            "global_batch": "2048",
+        },
     ),
     "nemo-2407": Source("megatron-bridge", _MODERN, tied=False),
     "nemo-longctx": Source("megatron-bridge", _MODERN, tied=False),
@@ -77,7 +83,7 @@ SOURCES: dict[str, Source] = {
     ),
     "internevo-mem": Source("internevo", {**_MODERN, "sp": "0"}, tied=False),
     "ultrascale": Source("nanotron", _MODERN, network="efa"),
-    "bert-dle": Source("bert-dle", {"recompute": "none", "flash_attn": "0"}, dropout=0.1),
+    "bert-dle": Source("bert-dle", _UNFUSED, dropout=0.1),
 }  # fmt: skip
 OTHER = Source("megatron", _MODERN, tied=False)
 
@@ -240,10 +246,11 @@ def _parallelism(row: Row, spec: ModelSpec) -> tuple[Parallelism, bool]:
     group = row["config_group"]
     tp, pp, cp = _int(row, "tp"), _int(row, "pp"), _int(row, "cp", 1)
     if group == "nemo-launcher" and not tp:
-        # the recipe of the same repository; the smallest layout that fits 64 GPUs
+        # the repository's recipe for one GPU; 64 GPUs at least hold the large model,
+        # presumed without sequence parallelism, which then needs full recompute
+        large = {"vpp": "12", "microbatch": "1", "recompute": "full", "sp": "0"}
         tp, pp = (8, 8) if spec.layers == 96 else (1, 1)
-        row = {**row, "vpp": "12" if spec.layers == 96 else "1"}
-        row = {**row, "microbatch": "1" if spec.layers == 96 else "4"}
+        row = {**row, **(large if tp > 1 else {"vpp": "1", "microbatch": "4"})}
     tp, pp = tp or 1, pp or 1
     if gpus % (tp * pp * cp):
         raise SkipRowError(f"{group}: tp x pp x cp does not divide the GPUs")
@@ -260,7 +267,7 @@ def _parallelism(row: Row, spec: ModelSpec) -> tuple[Parallelism, bool]:
             micro -= 1
     if batch % (dp * micro):
         raise SkipRowError(f"{group}: the batch does not divide over dp x micro-batch")
-    vpp = _int(row, "vpp", 1) if pp > 1 else 1
+    vpp = _int(row, "vpp") or _chunks(spec.layers, pp) if pp > 1 else 1
     if vpp > 1 and (batch // (dp * micro)) % pp:
         raise SkipRowError(f"{group}: interleaved micro-batches not a multiple of pp")
     zero = _zero(row["zero_or_fsdp"]) if dp * cp > 1 else 0
@@ -290,6 +297,15 @@ def _parallelism(row: Row, spec: ModelSpec) -> tuple[Parallelism, bool]:
     )
 
 
+def _chunks(layers: int, pp: int) -> int:
+    """Chunks per rank where a source with a pipeline does not say: interleaved, as far
+    as layers divide, up to 12."""
+    per_rank = layers // pp
+    if layers % pp:
+        return 1
+    return max(v for v in range(1, 13) if per_rank % v == 0)
+
+
 def _zero(text: str) -> int:
     text = text.lower()
     if "fsdp" in text:
@@ -298,13 +314,13 @@ def _zero(text: str) -> int:
     return int(match[0]) if match else 0
 
 
-def _recompute(text: str, pp: int) -> str | tuple[int, ...]:
+def _recompute(text: str, pp: int) -> RecomputeMode | tuple[int, ...]:
     match = re.match(r"full \(first (\d+) layers?\)", text)
     if match:
         count = int(match[1])
         return tuple(count if k == 0 else 0 for k in range(pp))
-    if text in ("none", "selective", "full"):
-        return text
+    if text == "selective":
+        return "selective"
     return "full" if text.startswith("full") else "none"
 
 
@@ -341,6 +357,8 @@ def _stack(row: Row, source: Source) -> str:
     name = source.stack
     if name == "torchtitan" and row["compile"] in ("0", "0.0"):
         return "torchtitan-eager"
+    if "rowwise" in row["precision"]:
+        return "torchtitan-rowwise"
     if "async TP" in row["notes"]:
         return "torchtitan-async-tp"
     return name

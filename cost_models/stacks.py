@@ -292,6 +292,18 @@ _PROFILES = (
         tp=0.6,
     ),
     _training(
+        "torchtitan-rowwise",
+        "torchtitan with FP8 scales per row: slower products and casts",
+        launch_us=4.0,
+        fused=True,
+    ),
+    _training(
+        "megatron-deterministic",
+        "Megatron Core in deterministic mode: slow attention backward, no fusions",
+        launch_us=5.0,
+        fused=False,
+    ),
+    _training(
         "torchtitan-eager", "torchtitan without compile", launch_us=8.0, fused=False
     ),
     _training(

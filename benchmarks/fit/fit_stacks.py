@@ -38,7 +38,6 @@ from planner.errors import PlannerError
 from planner.search.blocks import BlockSolution
 from planner.search.job import Configuration, Job, recompute_layout, stage_sizes
 from planner.search.stages import Counts
-from planner.search.step import assemble
 
 OUT = Path(stack_module.__file__).parent / "specs" / "stacks.json"
 PRIOR = 0.15  # pull to the start: residual per unit of log (or of fraction)
@@ -93,14 +92,19 @@ def _groups(*names: str) -> Callable[[Case], bool]:
 
 
 def _within_node(group: str) -> Callable[[Case], bool]:
-    """Rows without tensor parallelism over nodes, which few run and no constant fits."""
+    """Rows without tensor parallelism over nodes, which no constant fits."""
     inside = _groups(group)
     return lambda case: inside(case) and case.parallelism.tp <= 8
 
 
 OLD = ("megatron-2021",)
 DS = ("megatron-deepspeed",)
-TITAN = ("torchtitan", "torchtitan-async-tp", "torchtitan-eager")
+TITAN = (
+    "torchtitan",
+    "torchtitan-async-tp",
+    "torchtitan-eager",
+    "torchtitan-rowwise",
+)
 PLAIN = (*TITAN, "compiled")  # what torch.compile gives anyone
 FOUNDRY = ("llm-foundry", "eager", "fsdp")
 BRIDGE = ("megatron-bridge",)
@@ -197,7 +201,8 @@ STAGES = (
             share("tp_overlap", "torchtitan-async-tp", start=0.6),
             share("selective_share", *TITAN, start=0.5),
             rate("dp_rate", *PLAIN, start=0.8, high=1.0),
-            Parameter(TITAN, "cast_passes", 1.0, 0.0, 4.0, 0.05),
+            Parameter(TITAN[:3], "cast_passes", 1.0, 0.0, 4.0, 0.05),
+            Parameter(TITAN[3:], "cast_passes", 3.0, 0.0, 12.0, 0.02),
         ),
     ),
     Stage(
@@ -216,12 +221,25 @@ STAGES = (
         ),
     ),
     Stage(
+        "megatron-exposed",
+        _groups("simumax-b200"),
+        (
+            sustained("B200/bf16", 0.7),
+            rate("memory_rate", "megatron-exposed", start=0.9),
+            rate("expert_rate", "megatron-exposed", start=0.8),
+            rate("attention_rate", "megatron-exposed", start=0.9),
+            rate("tp_rate", "megatron-exposed", start=0.8, high=1.0),
+            rate("ep_rate", "megatron-exposed", start=0.8, low=0.1, high=1.0),
+            rate("dp_rate", "megatron-exposed", start=0.8, high=1.0),
+            micros("step_host_s", "megatron-exposed", start=5000, high=100000),
+        ),
+    ),
+    Stage(
         "megatron-bridge",
         _groups("megatron-bridge", "nemo-2407", "nemo-longctx"),
         (
             sustained("H100/fp8"),
             sustained("B200/fp8"),
-            sustained("B200/bf16"),
             sustained("B300/fp8"),
             sustained("B300/bf16"),
             sustained("GB200/fp8"),
@@ -262,22 +280,8 @@ STAGES = (
         ),
     ),
     Stage(
-        "megatron-exposed",
-        _groups("simumax-b200"),
-        (
-            rate("matrix_rate", "megatron-exposed"),
-            rate("memory_rate", "megatron-exposed", start=0.9),
-            rate("expert_rate", "megatron-exposed", start=0.8),
-            rate("attention_rate", "megatron-exposed", start=0.9),
-            rate("tp_rate", "megatron-exposed", start=0.8, high=1.0),
-            rate("ep_rate", "megatron-exposed", start=0.8, low=0.1, high=1.0),
-            rate("dp_rate", "megatron-exposed", start=0.8, high=1.0),
-            micros("step_host_s", "megatron-exposed", start=5000, high=100000),
-        ),
-    ),
-    Stage(
         "megatron",
-        _groups("megatron-h100", "nemo-launcher", "megatron-ci", "llama3-paper"),
+        _groups("megatron-h100", "llama3-paper"),
         (
             rate("matrix_rate", "megatron"),
             rate("memory_rate", "megatron", start=0.9),
@@ -285,6 +289,27 @@ STAGES = (
             rate("tp_rate", "megatron", start=0.8, high=1.0),
             rate("dp_rate", "megatron", start=0.8, high=1.0),
             micros("step_host_s", "megatron", start=5000, high=100000),
+        ),
+    ),
+    Stage(
+        "nemo",
+        _groups("nemo-launcher"),
+        (
+            rate("matrix_rate", "nemo"),
+            rate("memory_rate", "nemo", start=0.9),
+            rate("attention_rate", "nemo", start=0.8),
+            rate("tp_rate", "nemo", start=0.8, high=1.0),
+            rate("dp_rate", "nemo", start=0.8, high=1.0),
+            micros("step_host_s", "nemo", start=5000, high=200000),
+        ),
+    ),
+    Stage(
+        "megatron-deterministic",
+        _groups("megatron-ci"),
+        (
+            rate("matrix_rate", "megatron-deterministic"),
+            rate("memory_rate", "megatron-deterministic", start=0.8),
+            rate("attention_rate", "megatron-deterministic", start=0.6, low=0.1),
         ),
     ),
     Stage(
@@ -484,7 +509,7 @@ class Fit:
             loss="soft_l1",
             f_scale=0.06,
             diff_step=0.02,
-            max_nfev=25,
+            max_nfev=16,
         )
         return {
             f"{'+'.join(p.targets)}.{p.field}": _outer(p, v)

@@ -91,7 +91,8 @@ class MeshComm:
         if axis == "dp_replicate":
             return mesh.dp_replicate, mesh.dp_shard * mesh.cp * mesh.tp
         if axis == "ep":
-            return mesh.ep, mesh.tp
+            # experts spread over data ranks first, over tensor ranks beyond them
+            return mesh.ep, mesh.tp if mesh.ep <= mesh.dp_shard * mesh.cp else 1
         return getattr(mesh, axis), mesh.stride(axis)
 
     def p2p(self, nbytes: float) -> float:
