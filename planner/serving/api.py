@@ -92,7 +92,7 @@ def prepare(
         source.name,
         label or f"object:{type(model).__name__}",
         definition,
-        tuple([*source.warnings, *graph.warnings]),
+        (*source.warnings, *graph.warnings),
         (planner.__version__, torch.__version__),
     )
     return Server(pricer, workload), context

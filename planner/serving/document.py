@@ -175,7 +175,8 @@ def _estimate(
     waves = min(point.layout.pp, point.batch)
     step = max(point.decode.latency_s, waves * point.decode.seconds)
     comm = {n: parts[n] for n in ("tp_comm", "ep_comm", "pp_p2p")}
-    compute = parts["products"] + parts["attention"] + parts["pointwise"]
+    busy = ("products", "experts", "attention", "pointwise")
+    compute = sum(parts[n] for n in busy)
     known = sum(comm.values()) + compute + parts["host"]
     device, gpus = server.cluster.device, server.cluster.num_gpus
     dtype = server.pricer.native or server.pricer.activation
@@ -438,7 +439,7 @@ def _provenance(server: Server, context: Context) -> ProvenanceRecord:
 
 
 def objective_s(point: Point, w: Inference, gpus: int) -> float:
-    """What the search minimised, in seconds: a whole request, or GPU seconds a token."""
+    """What the search minimised: seconds of a request, or GPU seconds a token."""
     if w.objective == "latency":
         return point.ttft_s + (w.output_len - 1) * point.tpot_s
     used = gpus if w.objective == "throughput" else point.gpus

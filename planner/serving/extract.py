@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from passes.ir import Block, Op, OpGraph, OpKind, TensorKind
 from planner.errors import PlannerError
-from planner.search.collapse import runs_of
 from planner.serving.model import Attention, Layer, Product, ServingModel, Split
 
 MATRIX = (OpKind.GEMM, OpKind.GROUPED_GEMM)

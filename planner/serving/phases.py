@@ -29,12 +29,21 @@ from cost_models.roofline import OpTime, op_time, pointwise_time
 from planner.errors import PlannerError
 from planner.search.mesh import Mesh, MeshComm
 from planner.serving.engines import Engine
-from planner.serving.kv_cache import CACHE_BYTES, Formats, Shard, cut, is_attention
+from planner.serving.kv_cache import CACHE_BYTES, Formats, cut, is_attention
 from planner.serving.model import Attention, Layer, Product, ServingModel
 
 #: Passes over the residual stream per layer: two norms with their additions.
 STREAM_PASSES = 6
-PARTS = ("products", "attention", "pointwise", "tp_comm", "ep_comm", "pp_p2p", "host")
+PARTS = (
+    "products",
+    "experts",
+    "attention",
+    "pointwise",
+    "tp_comm",
+    "ep_comm",
+    "pp_p2p",
+    "host",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +134,7 @@ class Pricer:
         size = self.formats.element_bytes
         x = 1.0 if self.native else 2.0
         nbytes = reached * n * k * size + rows * (k * x + n * 2)
-        base = priced(self.device, each, n, k, reached, dtype, nbytes)
-        return _scaled(base, self.engine.experts)
+        return priced(self.device, each, n, k, reached, dtype, nbytes)
 
     # ---- one layer ---------------------------------------------------------------
 
@@ -135,8 +143,9 @@ class Pricer:
     ) -> float:
         """Seconds of one attention of a rank, cache write included."""
         batch = max(1, round(sequences))
-        heads = max(1, a.q_heads // tp)
+        heads = max(1, ceil(a.q_heads / tp))
         kv = max(1, ceil(a.kv_heads / tp))
+        heads = ceil(heads / kv) * kv  # padded where ranks do not divide them
         size = CACHE_BYTES[self.formats.kv]
         dtype = self.activation if size >= 2 or self.kernel != "flash" else "fp8"
         if not self.device.supports(dtype):
@@ -183,7 +192,10 @@ class Pricer:
                 t = self._absorbed_time(layer, p, rows, tp)
             else:
                 t = self.product(p, rows, tp, layout.ep)
-            out["products"] += t.time_s * self.engine.matrix
+            if p.experts > 1:
+                out["experts"] += t.time_s * self.engine.experts
+            else:
+                out["products"] += t.time_s * self.engine.matrix
             out["_compute"] += t.compute_s
             out["_memory"] += t.memory_s
             out["_flops"] += t.flops
@@ -397,12 +409,6 @@ def latent_decode_time(
     memory = nbytes / (device.hbm_bytes_per_s * min(c.mem, active * c.sm_load))
     compute = flops / (device.peak(dtype) * c.eff * max(active, 1 / device.sm_count))
     return device.kernel_s * c.decode_floor + max(memory, compute)
-
-
-def _scaled(t: OpTime, factor: float) -> OpTime:
-    return op_time(
-        t.time_s * factor, t.compute_s, t.memory_s, t.launch_s, t.flops, t.bytes, 1.0
-    )
 
 
 def _longer(t: OpTime, seconds: float) -> OpTime:

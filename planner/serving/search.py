@@ -8,10 +8,9 @@ its points, and the certificate says how many there were.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import ceil
+from dataclasses import dataclass
 
-from planner.errors import InfeasibleError, PlannerError
+from planner.errors import InfeasibleError
 from planner.search.mesh import divisors
 from planner.serving.kv_cache import (
     Shard,
