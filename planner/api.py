@@ -59,6 +59,8 @@ from planner.workload import (
 
 Progress = Callable[[str], None]
 
+#: Warning of a plan whose search the user ended (Ctrl-C).
+INTERRUPTED = "interrupted: the best plan so far, not searched to the end"
 #: Shapes that CP-SAT may solve per second of ``time_limit_s``: the limit is counted in
 #: work, so that equal inputs give equal plans on any machine.
 SHAPES_PER_SECOND = 10
@@ -118,6 +120,8 @@ def optimize(
         limits = Limits(chosen, solved=max(1, int(time_limit_s * SHAPES_PER_SECOND)))
     search = Search(job, training.global_batch, limits, progress)
     outcome = search.run()
+    if outcome.interrupted:
+        setup.warnings = [*setup.warnings, INTERRUPTED]
     return Plan(
         **setup.document(outcome.best),
         certificate=_certificate(outcome, chosen, objective),
@@ -215,6 +219,20 @@ def reprice(plan: Document) -> Prediction:
     document = setup.document(priced)
     verdict = VerdictRecord.of(document["estimate"].memory_per_stage)
     return Prediction(**document, verdict=verdict)
+
+
+def job_of(plan: Document) -> Job:
+    """The job that prices a document's model; PlannerError where it has no name."""
+    if plan.model.source.startswith("object:"):
+        raise PlannerError(
+            "the plan's model was handed in as an object",
+            plan.model.source,
+            "plan it from a name to have it priced again",
+        )
+    cluster: Any = plan.cluster.definition or plan.cluster.text
+    return _prepare(
+        plan.model.source, cluster, plan.workload, None, None, False, None, None
+    ).job
 
 
 def configuration_from(job: Job, plan: Document) -> Configuration:

@@ -134,7 +134,11 @@ def optimize(
         if compare_to is not None:
             report("pricing the configuration to compare with")
             today = cli_handover.today(compare_to, model, cluster, workload)
-    return _deliver(plan, output, as_json, today)
+    code = _deliver(plan, output, as_json, today)
+    if any(w.startswith("interrupted:") for w in plan.warnings):
+        say("this is the best plan so far")
+        return INTERRUPTED
+    return code
 
 
 @app.command()

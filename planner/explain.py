@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import dataclass
 
@@ -49,6 +50,9 @@ def explain(document: Document) -> tuple[Section, ...]:
         certificate = certificate_line(document.certificate)
         sections.append(Section("How good it is", (certificate,)))
         lost = [_lost(document, other) for other in document.alternatives]
+        near = closest(document)
+        if near is not None:
+            sections.append(near)
         if lost:
             sections.append(Section("What lost, and why", tuple(lost)))
     if document.warnings:
@@ -66,6 +70,101 @@ def render(sections: tuple[Section, ...]) -> str:
         ]
         blocks.append("\n".join([section.title, *body]))
     return "\n\n".join(blocks) + "\n"
+
+
+def op_sections(document: Document, name: str) -> tuple[Section, ...]:
+    """One op: its placement, price and collectives, and what else it could be.
+
+    Prices the model again. Raises PlannerError for a name that the plan has not.
+    """
+    from planner.whatif import Base, op_story, resolve
+
+    key = resolve(document, name)
+    record, story = document.placements[key], op_story(Base.of(document), key)
+    span = f" of layers {record.layers}" if record.layers else ""
+    lies = [f"{key}{span}: {record.target}"]
+    for what, operands in (("reads", record.inputs), ("writes", record.outputs)):
+        for o in operands:
+            axes = ", ".join(f"{a} {t}" for a, t in sorted(o.placement.items())) or "R"
+            shape = " x ".join(map(str, o.shape)) or "scalar"
+            lies.append(f"{what} {o.tensor} [{shape}]: {axes}")
+    each = story.forward_s + story.backward_s
+    price = [
+        f"{seconds(story.forward_s)} forward and {seconds(story.backward_s)} backward "
+        "on one rank for one micro-batch"
+    ]
+    if story.flops and each:
+        price.append(
+            f"{story.flops / 1e12:.4g} TFLOP, {story.utilization:.1%} of the dense peak"
+        )
+    calls: dict[str, None] = {}
+    for c in document.collectives:
+        if c.where == key:
+            calls[_call(c, 1)] = None
+    best = next((c.block_s for c in story.choices if c.chosen), None)
+    rows: list[str] = []
+    for c in story.choices:
+        mark = " (chosen)" if c.chosen else ""
+        if c.block_s is None or best is None:
+            rows.append(f"{c.label}{mark}: no legal block has it")
+            continue
+        change = "" if c.chosen else f" ({c.block_s / best - 1:+.2%})"
+        rows.append(
+            f"{c.label}{mark}: op {seconds(c.op_s)}, block {seconds(c.block_s)}{change}"
+        )
+    sections = [Section("Placement", tuple(lies)), Section("Price", tuple(price))]
+    if calls:
+        sections.append(Section("Collectives at it", tuple(calls)))
+    title = "Placements it could have (the block's other ops at their best for each)"
+    return (*sections, Section(title, tuple(rows)))
+
+
+def gain_section(document: Document) -> Section:
+    """What a little more hardware would buy; prices the model again."""
+    from planner.whatif import Base, gains
+
+    lines: list[str] = []
+    base = Base.of(document)
+    now, said = base.priced.terms.total_s, document.estimate.step_time_s
+    if abs(now / said - 1) > 1e-3:
+        lines.append(
+            f"Priced again the step is {seconds(now)}; the file says {seconds(said)}."
+        )
+    for gain in gains(base):
+        if gain.saved > 5e-5:
+            lines.append(
+                f"{gain.what}: {seconds(gain.step_s)}, {gain.saved:.2%} off the step"
+            )
+        else:
+            lines.append(f"{gain.what}: nothing")
+    return Section("What more hardware would buy, in the same shape", tuple(lines))
+
+
+def closest(plan: Plan) -> Section | None:
+    """The alternative that comes closest, and the settings in which it differs."""
+    fitting = [a for a in plan.alternatives if a.fits]
+    if not fitting:
+        return None
+
+    def changes(other: AlternativeRecord) -> list[str]:
+        mine, theirs = plan.parallelism, other.parallelism
+        names = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "vpp", "zero")
+        return [
+            f"{n.replace('_', ' ')} {getattr(mine, n)} -> {getattr(theirs, n)}"
+            for n in (*names, "micro_batch_size", "schedule")
+            if getattr(mine, n) != getattr(theirs, n)
+        ]
+
+    fewest = min(fitting, key=lambda a: (len(changes(a)), a.step_time_s))
+    fastest = min(fitting, key=lambda a: a.step_time_s)
+    lines: list[str] = []
+    shown = (("Closest in time", fastest), ("Fewest changes", fewest))
+    for label, other in shown[: 1 if fewest is fastest else 2]:
+        slower = other.step_time_s / plan.estimate.step_time_s - 1
+        what = ", ".join(changes(other)) or "stage cuts and recompute only"
+        time = f"{seconds(other.step_time_s)} ({slower:+.1%})"
+        lines.append(f"{label}: {what}; {time}; {_reason(other)}")
+    return Section("What comes closest", tuple(lines))
 
 
 def _memory(d: Document) -> list[str]:
@@ -146,7 +245,10 @@ def utilisation(d: Document) -> list[str]:
         verdict = "low; well-tuned runs reach 40-55%"
     lines = [f"MFU {e.mfu:.1%} of {peak} per GPU: {verdict}. HFU is {e.hfu:.1%}."]
     if e.mfu < GOOD_MFU[0]:
-        eaten = ", ".join(f"{what} {share:.1%}" for what, share in losses(d))
+        eaten = ", ".join(
+            f"{what} {share:.1%} ({seconds(share * e.step_time_s)})"
+            for what, share in losses(d)
+        )
         lines.append(f"What eats the rest, in order: {eaten}.")
     return lines
 
@@ -157,7 +259,8 @@ def _communication(d: Document) -> list[str]:
     lines = [f"{exposed / total:.1%} of the step waits for communication."]
     stages: dict[CollectiveRecord, int] = {}
     for c in d.collectives:
-        anywhere = c.model_copy(update={"stage": 0})
+        where = re.sub(r"^stage \d+$", "a stage's end", c.where)
+        anywhere = c.model_copy(update={"stage": 0, "where": where})
         stages[anywhere] = stages.get(anywhere, 0) + 1
     by_cost = sorted(stages, key=lambda c: -c.time_s * c.count_per_step)
     lines += [_call(c, stages[c]) for c in by_cost[:5]]
@@ -178,4 +281,9 @@ def _lost(plan: Plan, other: AlternativeRecord) -> str:
     if not other.fits:
         return f"{label}: does not fit; {other.why}"
     slower = other.step_time_s / plan.estimate.step_time_s - 1
-    return f"{label}: {seconds(other.step_time_s)} ({slower:+.1%}); {other.why}"
+    return f"{label}: {seconds(other.step_time_s)} ({slower:+.1%}); {_reason(other)}"
+
+
+def _reason(other: AlternativeRecord) -> str:
+    """Why it lost, without the percentage that stands before it."""
+    return re.sub(r"^\d+(\.\d+)?% slower: ", "", other.why)

@@ -25,6 +25,7 @@ from planner.search.feasibility import (
     thriftiest,
     what_would_fit,
 )
+from planner.search.interrupt import Stop, stopping
 from planner.search.job import RATES, STATES, Configuration, Job, Priced, tensor_limit
 from planner.search.mesh import Mesh, divisors, meshes
 from planner.search.rank_memory import (
@@ -68,6 +69,7 @@ class Outcome:
     infeasible: int
     alternatives: tuple[Priced, ...]
     constraints: tuple[str, ...]
+    interrupted: bool = False
 
 
 class Search:
@@ -378,11 +380,16 @@ class Search:
         return best
 
     def run(self) -> Outcome:
-        """Best-first search over all shapes; raises InfeasibleError.
+        """Best-first search over all shapes; raises InfeasibleError. Ctrl-C after the
+        first plan ends it with the best so far, ``interrupted``.
 
         A shape's bound is refined when it comes to the front: first the floor, then
         the bound of its block solutions, then it is solved.
         """
+        with stopping() as stop:
+            return self._run(stop)
+
+    def _run(self, stop: Stop) -> Outcome:
         queue: list[tuple[float, int, int, Configuration]] = []
         for number, c in enumerate(self.configurations()):
             queue.append((self.floor(c), number, 0, c))
@@ -394,7 +401,7 @@ class Search:
         solved = infeasible = 0
         twins: set[tuple[object, ...]] = set()
         others: dict[tuple[int, int, int, int], Priced] = {}
-        while queue and solved < self.limits.solved:
+        while queue and solved < self.limits.solved and not stop.now:
             bound, number, level, c = queue[0]
             if best is not None and bound >= best.terms.total_s * (1 - 1e-9):
                 break
@@ -430,6 +437,7 @@ class Search:
                 others[key] = priced
             if best is None or priced.terms.total_s < best.terms.total_s * (1 - 1e-12):
                 best = priced
+                stop.has_plan = True
         if best is None:
             raise self._does_not_fit()
         limit = best.terms.total_s * (1 - 1e-9)
@@ -449,6 +457,7 @@ class Search:
             infeasible,
             tuple(ranked[:8]),
             tuple(self.constraints),
+            stop.now,
         )
 
     def _is_twin(self, c: Configuration, twins: set[tuple[object, ...]]) -> bool:

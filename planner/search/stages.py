@@ -266,6 +266,7 @@ def _solve_ranges(problem: StageProblem, table: _Table, limit: float) -> StageSo
     m, v = problem.micro_batches, problem.virtual
     model.minimize((m * v - 1) * longest + total)
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C is the search's
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 7
     solver.parameters.max_deterministic_time = limit
