@@ -29,7 +29,6 @@ from planner.search.blocks import BlockSolution
 from planner.search.job import Configuration, Job, Priced
 from planner.search.placements import Placement
 from planner.search.stages import MODES
-from planner.search.step import rank_times
 from planner.search.strategies import Strategy
 from planner.workload import Parallelism, Training
 
@@ -171,12 +170,9 @@ def stage_records(
     """Stages with their blocks, ranks, times and memory."""
     c = priced.configuration
     graph = job.graph
-    times = job.times(c)
-    assert times is not None
     per_stage = c.mesh.size // c.mesh.pp
     result: list[StageRecord] = []
     for k, held in enumerate(blocks):
-        forward, backward = rank_times(priced.layout[k], times)
         indices = [i for chunk in held.chunks for i in chunk]
         result.append(
             StageRecord(
@@ -185,8 +181,8 @@ def stage_records(
                 chunks=tuple(len(chunk) for chunk in held.chunks),
                 ops=sum(graph.blocks[i].stop - graph.blocks[i].start for i in indices),
                 ranks=tuple(range(k * per_stage, (k + 1) * per_stage)),
-                forward_s=forward,
-                backward_s=backward,
+                forward_s=priced.terms.forward_s[k],
+                backward_s=priced.terms.backward_s[k],
                 send_s=priced.terms.send_s,
                 memory=memory_record(priced.memory[k]),
             )
@@ -666,14 +662,16 @@ def _step_collectives(
             c.mesh.dp_replicate, across, 1,
             comm.seconds("dp_replicate", "all_reduce", across),
         )  # fmt: skip
-    sync = sum(s.sync_bytes * n for s, n in held)
+    # under ZeRO-3 gradients are divided when these sums are taken
+    left = shard if c.zero >= 3 else 1
+    sync = sum(s.sync_bytes * n for s, n in held) / left
     add(
         "replicated gradients", "all_reduce", "tp", "step", stage, c.mesh.tp, sync, 1,
         comm.seconds("tp", "all_reduce", sync),
     )  # fmt: skip
     tied = [p.numel for s, _ in held for p in s.parameters if p.name in job.tied]
     if tied and c.mesh.pp > 1:
-        size = max(tied) * sharding.gradient_bytes
+        size = max(tied) * sharding.gradient_bytes / left
         add(
             "tied gradients", "all_reduce", "pp", "step", stage, 2, size, 1,
             2 * comm.p2p(size),

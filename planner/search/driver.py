@@ -243,6 +243,9 @@ class Search:
         if times is None or solutions is None:
             return inf
         pipeline = self._split_perfectly(c)
+        if c.virtual > 1:  # every chunk and pass waits for its message
+            waits = job.message_s(c, solutions) * (1 - job.stack.pp_overlap)
+            pipeline += 2 * c.micro_batches * c.virtual * waits
         if not job.training:
             return pipeline
         groups = self._groups(c, solutions)

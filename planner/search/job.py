@@ -478,13 +478,8 @@ class Job:
             for s in solutions
         )
         setup = self.memory_setup(c)
-        sends = [
-            s.output_bytes
-            for s, (block, _) in zip(solutions, self.chain, strict=True)
-            if block.stop < len(self.collapsed.graph.ops) or self.chain[-1][1] > 1
-        ]
-        send_s = comm.p2p(max(sends, default=0.0))
-        send_s = send_s * (1 - self.stack.pp_overlap) + self.stack.stage_host_s
+        blocking_s = self.message_s(c, solutions) * (1 - self.stack.pp_overlap)
+        send_s = blocking_s + self.stack.stage_host_s
         endings = [
             self._ending(c, solutions, times, counts, setup) for counts in layout
         ]
@@ -496,7 +491,17 @@ class Job:
             virtual=c.virtual,
             send_s=send_s,
             endings=endings,
+            blocking_s=blocking_s,
         )
+
+    def message_s(self, c: Configuration, solutions: Sequence[BlockSolution]) -> float:
+        """Seconds of the largest message between two pipeline stages."""
+        sends = [
+            s.output_bytes
+            for s, (block, _) in zip(solutions, self.chain, strict=True)
+            if block.stop < len(self.collapsed.graph.ops) or self.chain[-1][1] > 1
+        ]
+        return self.comm(c.mesh).p2p(max(sends, default=0.0))
 
     def _ending(
         self,

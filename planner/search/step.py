@@ -128,7 +128,9 @@ def block_times(
         )
         under = (gather, max(busy_f, host_f)), (gather + scatter, max(busy_b, host_b))
         gather_f, gather_b = (
-            exposed(comm_s / stack.dp_rate, work_s, stack.dp_overlap, stack.overlap_slowdown).exposed_s
+            exposed(
+                comm_s / stack.dp_rate, work_s, stack.dp_overlap, stack.overlap_slowdown
+            ).exposed_s
             for comm_s, work_s in under
         )
         if not sharding.training:
@@ -230,11 +232,15 @@ def assemble(
     virtual: int,
     send_s: float,
     endings: Sequence[Ending],
+    blocking_s: float = 0.0,
 ) -> StepTerms:
-    """The step of a layout. ``endings``: per rank, what follows its last backward."""
+    """The step of a layout. ``endings``: per rank, what follows its last backward.
+    ``blocking_s``: the part of a message that a rank waits for; interleaving sends one
+    per chunk and pass, so chunks divide the bubble but not for nothing."""
     ranks = [rank_times(counts, times) for counts in layout]
-    forward = [f for f, _ in ranks]
-    backward = [b for _, b in ranks]
+    waits = virtual * blocking_s if virtual > 1 else 0.0
+    forward = [f + waits for f, _ in ranks]
+    backward = [b + waits for _, b in ranks]
     pipe = step_time(schedule, forward, backward, send_s, micro_batches, virtual)
     busiest = max(range(len(ranks)), key=lambda k: (forward[k] + backward[k], -k))
     m = micro_batches
@@ -251,7 +257,7 @@ def assemble(
         cp_comm=m * causes["cp"],
         ep_comm=m * causes["ep"],
         dp_comm_exposed=m * causes["gather"] + last.gradient_s,
-        pp_p2p=p2p + last.tied_s,
+        pp_p2p=p2p + last.tied_s + 2 * m * waits,
         pp_bubble=idle - p2p,
         recompute=m * causes["recompute"],
         optimizer=last.optimizer_s,
