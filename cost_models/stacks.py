@@ -43,7 +43,8 @@ class StackProfile:
     host waits for). hopper_attention_rate: attention_rate on Hopper and later (0: the
     same), where kernels written for Ampere do not use the new units. tp_rate, dp_rate,
     ep_rate: bandwidth of collectives on that axis inside training, over what a
-    collectives benchmark reaches alone. accumulate_bytes: HBM traffic per parameter
+    collectives benchmark reaches alone (dp_gather_rate: of the parameters that ZeRO
+    gathers; 0: as dp_rate). accumulate_bytes: HBM traffic per parameter
     and micro-batch to add gradients to the accumulated ones, beside the GEMM's own
     output. channels_last: memory order of images.
     dp_bucket_bytes: message in which gradients (and ZeRO's
@@ -79,6 +80,7 @@ class StackProfile:
     tp_rate: float = 1.0
     dp_rate: float = 1.0
     ep_rate: float = 1.0
+    dp_gather_rate: float = 0.0
     accumulate_bytes: float = 0.0
     cast_passes: float = 0.0
     channels_last: bool = True

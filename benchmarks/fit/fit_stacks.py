@@ -140,7 +140,7 @@ STAGES = (
         _groups("vtrain-multi", "vtrain-single"),
         (
             rate("matrix_rate", *DS),
-            rate("memory_rate", *DS, start=0.8, low=0.2),
+            rate("memory_rate", *DS, start=0.9, low=0.2, high=1.8),
             rate("attention_rate", *DS, start=0.9, low=0.2),
             rate("tp_rate", *DS, start=0.8, low=0.1, high=1.0),
             rate("dp_rate", *DS, start=0.8, low=0.1, high=1.0),
@@ -175,6 +175,7 @@ STAGES = (
             rate("hopper_attention_rate", "nanotron", start=0.6, low=0.2),
             rate("tp_rate", "nanotron", start=0.6, low=0.1, high=1.0),
             rate("dp_rate", "nanotron", start=0.5, low=0.05, high=1.0),
+            rate("dp_gather_rate", "nanotron", start=0.3, low=0.03, high=1.0),
             share("dp_overlap", "nanotron", start=0.3),
             rate("optimizer_rate", "nanotron", start=0.5, low=0.05, high=1.0),
             Parameter(("nanotron",), "accumulate_bytes", 10.0, 0.0, 20.0, 0.02),
@@ -476,7 +477,13 @@ class Fit:
         chosen = [case for case in self.cases if stage.rows(case)]
         chosen.sort(key=lambda case: hashlib.sha256(case.id.encode()).hexdigest())
         found: list[Prepared] = []
-        for case in chosen[:LARGEST]:
+        names = sorted({case.group for case in chosen})
+        kept = [  # equal numbers of every group, while it has them
+            case
+            for name in names
+            for case in [x for x in chosen if x.group == name][: LARGEST // len(names)]
+        ]
+        for case in kept if len(chosen) > LARGEST else chosen:
             try:
                 found.append(prepare(case, self.base, self.casts))
             except (PlannerError, SpecError):
@@ -487,13 +494,23 @@ class Fit:
         table = self.fitted["sustained"]
         return {key: float(entry["value"]) for key, entry in table.items()}
 
-    def run(self, stage: Stage, rows: Sequence[Prepared]) -> Fields:
+    def known(self, p: Parameter) -> float:
+        """The constant as last fitted, or its start."""
+        section = "sustained" if p.sustained else p.targets[0]
+        field = p.targets[0] if p.sustained else p.field
+        entry = self.fitted.get(section, {}).get(field)
+        return _inner(p, float(entry["value"]) if entry else p.start)
+
+    def run(
+        self, stage: Stage, rows: Sequence[Prepared], fresh: bool = False
+    ) -> Fields:
         """Best constants of a stage on ``rows``, by "target.field"."""
         parameters = stage.parameters
         start = np.array([_inner(p, p.start) for p in parameters])
         low = np.array([_inner(p, p.low) for p in parameters])
         high = np.array([_inner(p, p.high) for p in parameters])
         clocks = self.clocks()
+        first = start if fresh else np.array([self.known(p) for p in parameters])
 
         def residuals(x: np.ndarray) -> np.ndarray:
             errors = np.log(predict(rows, parameters, x, clocks, self.fitted))
@@ -504,7 +521,7 @@ class Fit:
 
         best = least_squares(
             residuals,
-            np.clip(start, low + 1e-6, high - 1e-6),
+            np.clip(first, low + 1e-6, high - 1e-6),
             bounds=(low, high),
             loss="soft_l1",
             f_scale=0.06,
@@ -538,7 +555,7 @@ class Fit:
 
 def _inner(p: Parameter, value: float) -> float:
     """Rates and seconds are fitted as logs, fractions as they are."""
-    return math.log(value) if p.low > 0 else value
+    return math.log(max(value, 1e-9)) if p.low > 0 else value
 
 
 def _outer(p: Parameter, x: float) -> float:
@@ -608,7 +625,7 @@ def main() -> None:
         if args.hold_out:
             inside = [r for r in rows if not _held_out(r.case)]
             outside = [r for r in rows if _held_out(r.case)]
-            values = fit.run(stage, inside)
+            values = fit.run(stage, inside, fresh=True)
             x = np.array([
                 _inner(p, values[f"{'+'.join(p.targets)}.{p.field}"])
                 for p in stage.parameters

@@ -562,7 +562,7 @@ class Job:
             reduce_s += across
         return data_parallel(
             reduce_s / self.stack.dp_rate,
-            gather_s / self.stack.dp_rate,
+            gather_s / (self.stack.dp_gather_rate or self.stack.dp_rate),
             backward,
             forward,
             self.stack.dp_overlap,
