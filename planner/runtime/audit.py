@@ -164,7 +164,7 @@ def _rows(plan: Document, stage: int, parallel: Parallel) -> tuple[AuditRow, ...
         issued[key] += 1
         where.setdefault(key, c.where)
     for key in sorted(issued.keys() - planned.keys()):
-        match = _padded(key, planned, _missing(parallel))
+        match = _padded(key, planned, _missing(parallel), plan)
         if match is not None and issued[match] == 0:
             issued[match] = issued.pop(key)
     return tuple(
@@ -185,10 +185,18 @@ def _missing(parallel: Parallel) -> list[int]:
     return [n for n in found if n]
 
 
-def _padded(key: Key, planned: Counter[Key], missing: list[int]) -> Key | None:
+def _padded(
+    key: Key, planned: Counter[Key], missing: list[int], plan: Document
+) -> Key | None:
     """The planned row that ``key`` is but for padding: the plan counts every rank's
     shard as the largest."""
-    sizes = {n * width for n in (*missing, sum(missing)) for width in (2, 4)}
+    shard = plan.parallelism.dp_shard * plan.parallelism.cp
+    sizes = {
+        n * width // parts
+        for n in (*missing, sum(missing))
+        for width in (2, 4)
+        for parts in (1, shard)
+    }
     for size in sizes:
         other = (*key[:4], key[4] + size)
         if size and other in planned:

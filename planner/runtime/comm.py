@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.runtime.layout import cut, join, local_extent, padded, parts_of
+from planner.runtime.layout import cut, join, local_extent, padded
 from planner.search.placements import REPLICATED, Placement
 
 
@@ -101,46 +102,50 @@ class Axis:
             dist.all_reduce(out, op, group=self.group)
         return out
 
-    def all_reduce_(self, flat: Tensor, phase: str, where: str = "") -> None:
+    def all_reduce_(
+        self, flat: Tensor, phase: str, where: str = "", elements: int = -1
+    ) -> None:
         """The sum over the axis, in place."""
-        if self.size == 1 or not flat.numel():
+        if self.size == 1:
             return
-        self.recorder.add(
-            "all_reduce", self.name, self.size, _nbytes(flat), phase, where
-        )
+        count = flat.numel() if elements < 0 else elements
+        nbytes = count * flat.element_size()
+        self.recorder.add("all_reduce", self.name, self.size, nbytes, phase, where)
         if not flat.is_meta:
             dist.all_reduce(flat, group=self.group)
 
-    def gather_flat(self, local: Tensor, phase: str, where: str = "") -> Tensor:
-        """[n] of every rank -> [size, n]."""
+    def gather_flat(
+        self, local: Tensor, phase: str, where: str = "", elements: int = -1
+    ) -> Tensor:
+        """[n] of every rank -> [size, n]; ``elements`` of these are not padding."""
         if self.size == 1:
             return local.unsqueeze(0)
         out = local.new_empty(self.size * local.numel())
-        self.recorder.add(
-            "all_gather", self.name, self.size, _nbytes(out), phase, where
-        )
+        count = out.numel() if elements < 0 else elements
+        nbytes = count * out.element_size()
+        self.recorder.add("all_gather", self.name, self.size, nbytes, phase, where)
         if not out.is_meta:
             _all_gather(out, local.contiguous(), group=self.group)
         return out.view(self.size, -1)
 
-    def scatter_sum_flat(self, full: Tensor, phase: str, where: str = "") -> Tensor:
+    def scatter_sum_flat(
+        self, full: Tensor, phase: str, where: str = "", elements: int = -1
+    ) -> Tensor:
         """[size, n] -> this rank's [n], summed over the axis."""
         if self.size == 1:
             return full[0]
         out = full.new_empty(full.shape[1])
-        self.recorder.add(
-            "reduce_scatter", self.name, self.size, _nbytes(full), phase, where
-        )
+        count = full.numel() if elements < 0 else elements
+        nbytes = count * full.element_size()
+        self.recorder.add("reduce_scatter", self.name, self.size, nbytes, phase, where)
         if not out.is_meta:
             _reduce_scatter(out, full.contiguous().view(-1), group=self.group)
         return out
 
-    def exchange_flat(self, pieces: Tensor, phase: str) -> Tensor:
-        """All-to-all of [size, n]."""
+    def exchange_flat(self, pieces: Tensor, phase: str, nbytes: int) -> Tensor:
+        """All-to-all of [size, n]; ``nbytes`` of them are not padding."""
         out = torch.empty_like(pieces)
-        self.recorder.add(
-            "all_to_all", self.name, self.size, _nbytes(pieces), phase
-        )
+        self.recorder.add("all_to_all", self.name, self.size, nbytes, phase)
         if not out.is_meta:
             dist.all_to_all_single(
                 out.view(-1), pieces.contiguous().view(-1), group=self.group
@@ -165,7 +170,7 @@ def _shard_shapes(
 def _gather(x: Tensor, p: Placement, shape: Sequence[int], axis: Axis, phase: str) -> Tensor:
     wide, extents = _shard_shapes(shape, p, axis.size)
     flat = padded(x, p.axis, wide[p.axis]).view(-1)
-    rows = axis.gather_flat(flat, phase)
+    rows = axis.gather_flat(flat, phase, elements=prod(shape))
     parts = [
         row.view(wide).narrow(p.axis, 0, n) for row, n in zip(rows, extents, strict=True)
     ]
@@ -178,24 +183,28 @@ def _scatter(x: Tensor, p: Placement, axis: Axis, phase: str) -> Tensor:
         padded(cut(x, p, axis.size, r), p.axis, wide[p.axis]).reshape(-1)
         for r in range(axis.size)
     ]
-    mine = axis.scatter_sum_flat(torch.stack(rows), phase)
+    mine = axis.scatter_sum_flat(torch.stack(rows), phase, elements=x.numel())
     return mine.view(wide).narrow(p.axis, 0, extents[axis.rank])
 
 
 def _exchange(
     x: Tensor, src: Placement, dst: Placement, shape: Sequence[int], axis: Axis, phase: str
 ) -> Tensor:
-    even = all(
-        n % axis.size == 0
-        for p in (src, dst)
-        for n in parts_of(shape[p.axis], p)
-    )
-    if src.axis == dst.axis or not even:
+    if src.axis == dst.axis:
         whole = _gather(x, src, shape, axis, phase)
         return cut(whole, dst, axis.size, axis.rank).clone()
-    rows = [cut(x, dst, axis.size, r).contiguous() for r in range(axis.size)]
-    got = axis.exchange_flat(torch.stack([r.view(-1) for r in rows]), phase)
-    parts = [g.view(rows[0].shape) for g in got]
+    wide, held = _shard_shapes(shape, src, axis.size)
+    wide, wanted = _shard_shapes(wide, dst, axis.size)
+    rows: list[Tensor] = []
+    for rank in range(axis.size):
+        piece = padded(cut(x, dst, axis.size, rank), src.axis, wide[src.axis])
+        rows.append(padded(piece, dst.axis, wide[dst.axis]).view(-1))
+    whole_bytes = prod(shape) * x.element_size()
+    got = axis.exchange_flat(torch.stack(rows), phase, whole_bytes // axis.size)
+    parts = [
+        row.view(wide).narrow(src.axis, 0, n).narrow(dst.axis, 0, wanted[axis.rank])
+        for row, n in zip(got, held, strict=True)
+    ]
     return join(parts, src, shape[src.axis])
 
 

@@ -25,13 +25,22 @@ def _by_dtype(names: Iterable[str], grads: dict[str, Tensor]) -> list[list[str]]
     return list(groups.values())
 
 
-def _flat_sum(axis: Any, names: Sequence[str], grads: dict[str, Tensor], where: str) -> None:
-    """One all-reduce of all ``names`` in place."""
+def _flat_sum(
+    axis: Any,
+    names: Sequence[str],
+    grads: dict[str, Tensor],
+    where: str,
+    shards: Store | None = None,
+) -> None:
+    """One all-reduce of all ``names``; ``shards``: they are data ranks' shards."""
     if axis.size == 1:
         return
     for group in _by_dtype(names, grads):
         flat = torch.cat([grads[n].reshape(-1) for n in group])
-        axis.all_reduce_(flat, "step", where)
+        even = -1
+        if shards is not None:  # as the plan counts: an equal share of every rank
+            even = -(-shards.elements(group) // shards.topology.shard.size)
+        axis.all_reduce_(flat, "step", where, even)
         at = 0
         for n in group:
             size = grads[n].numel()
@@ -46,7 +55,8 @@ def reduce_gradients(store: Store, tied: Sequence[tuple[str, Any]]) -> None:
         trainable = {n: s for n, s in store.parameters.items() if s.trainable}
         grads = {n: _gradient(s) for n, s in trainable.items()}
         summed = [n for n, s in trainable.items() if s.summed]
-        _flat_sum(topology.tp, summed, grads, "replicated gradients")
+        thirds = store if store.gathers else None
+        _flat_sum(topology.tp, summed, grads, "replicated gradients", thirds)
         for name, axis in tied:
             flat = grads[name].reshape(-1).contiguous().clone()
             axis.all_reduce_(flat, "step", "tied gradients")
@@ -56,7 +66,7 @@ def reduce_gradients(store: Store, tied: Sequence[tuple[str, Any]]) -> None:
         else:
             if not store.gathers:
                 _scatter(store, grads)
-            _flat_sum(topology.replicate, list(grads), grads, "gradients")
+            _flat_sum(topology.replicate, list(grads), grads, "gradients", store)
         for name, stored in trainable.items():
             local = grads[name].reshape(store.local_master(stored).shape)
             master = stored.master
@@ -69,7 +79,9 @@ def reduce_gradients(store: Store, tied: Sequence[tuple[str, Any]]) -> None:
 def _scatter(store: Store, grads: dict[str, Tensor]) -> None:
     for group in _by_dtype(list(grads), grads):
         flat = store.pack({n: grads[n] for n in group})
-        mine = store.topology.shard.scatter_sum_flat(flat, "step", "gradients")
+        mine = store.topology.shard.scatter_sum_flat(
+            flat, "step", "gradients", store.elements(group)
+        )
         grads.update(store.unpack_shards(mine, group))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +82,12 @@ class Chunk:
                 return self._body(block, values, mode)
             job.enter()
             try:
-                with nullcontext() if mode == "full" else job.hooks():
+                if mode == "full":
                     return self._body(block, values, mode)
+                with job.hooks():
+                    made = self._body(block, values, mode)
+                job.before_backward(made.values())
+                return made
             finally:
                 job.leave()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -228,6 +229,10 @@ class Store:
 
     # ---- packing: one collective for many tensors ---------------------------------
 
+    def elements(self, names: Iterable[str]) -> int:
+        """Elements of the tensor-parallel parts of ``names``, without padding."""
+        return sum(prod(self.parameters[n].local) for n in names)
+
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Tensor-parallel parts as [data ranks, elements], each padded to divide."""
         size = self.topology.shard.size
@@ -299,7 +304,7 @@ class Store:
         for dtype, names in by_dtype.items():
             shards = {n: self.local_master(copied[n]).to(dtype) for n in names}
             flat = self.topology.shard.gather_flat(
-                self.pack_shards(shards), "step", "parameters"
+                self.pack_shards(shards), "step", "parameters", self.elements(names)
             )
             for name, part in self.unpack(flat, names).items():
                 copied[name].leaf.copy_(part)

@@ -7,7 +7,7 @@ block again. One reduce-scatter returns the gradients of the whole block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +47,9 @@ class BlockParameters:
             by_dtype.setdefault(shard.dtype, {})[name] = shard
         for group in by_dtype.values():
             flat = self.store.topology.shard.gather_flat(
-                self.store.pack_shards(group), phase, "parameters"
-            )
+                self.store.pack_shards(group), phase, "parameters",
+                self.store.elements(group),
+            )  # fmt: skip
             result |= self.store.unpack(flat, list(group))
         return result
 
@@ -70,6 +71,16 @@ class BlockParameters:
                 found = self.collect(shards, "backward")
             self.store.hold(self.block, found)
         return found
+
+    def before_backward(self, made: Iterable[Tensor]) -> None:
+        """Gather again when the first gradient of the block's results arrives."""
+
+        def gather(_: Tensor) -> None:
+            self.again()
+
+        for tensor in made:
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(gather)
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Autograd keeps names in place of gathered parameters."""
@@ -117,7 +128,7 @@ class _Gather(torch.autograd.Function):
         result: dict[str, Tensor] = {}
         for group in by_dtype.values():
             mine = store.topology.shard.scatter_sum_flat(
-                store.pack(group), "backward", "gradients"
+                store.pack(group), "backward", "gradients", store.elements(group)
             )
             result |= store.unpack_shards(mine, list(group))
         out: list[Tensor | None] = [None]

@@ -343,15 +343,27 @@ class BlockProblem:
         nbytes = self._sync_bytes(op, strategy)
         return self.comm("all_reduce", nbytes) if nbytes else 0.0
 
-    def _loss_exchange(self, op: Op, strategy: Strategy) -> float:
-        """Row statistics of a vocabulary-parallel loss: max, sum, target logit."""
+    def _loss_messages(self, op: Op, strategy: Strategy) -> tuple[float, ...]:
+        """Bytes of the all-reduces of a divided loss: per row the maximum, the sum and
+        the target's logit where the classes are divided; else the sum and, for a mean
+        over rows that count, their number."""
         if strategy.inputs[0].kind != "S":
-            return 0.0
+            return ()
+        classes = "cross_entropy" in op.target or "nll_loss" in op.target
+        if not classes:
+            return (4.0,)
+        if strategy.dim != "c":
+            return (4.0, 4.0)
         shape = self.graph.tensor(op.inputs[0]).shape
         rows = 1
         for extent in shape[:-1]:
             rows *= extent
-        return 3 * self.comm("all_reduce", 4.0 * rows)
+        return (4.0 * rows,) * 3
+
+    def _loss_exchange(self, op: Op, strategy: Strategy) -> float:
+        """Seconds of what a divided loss exchanges."""
+        messages = self._loss_messages(op, strategy)
+        return sum(self.comm("all_reduce", nbytes) for nbytes in messages)
 
     def shared_activations(self) -> dict[str, list[int]]:
         """Activations of the block that several of its ops (or ops and out) read."""
@@ -837,20 +849,9 @@ class BlockProblem:
                             op.name,
                         )
             if op.kind is OpKind.LOSS and strategy.dim not in ("", "+"):
-                exchange = self._loss_exchange(op, strategy)
-                if exchange:
-                    rows = self.graph.tensor(op.inputs[0]).numel
-                    rows //= max(1, self.graph.tensor(op.inputs[0]).shape[-1])
-                    for _ in range(3):
-                        out.append(
-                            Comm(
-                                op.name,
-                                "all_reduce",
-                                4.0 * rows,
-                                "forward",
-                                exchange / 3,
-                            )
-                        )
+                for nbytes in self._loss_messages(op, strategy):
+                    seconds = self.comm("all_reduce", nbytes)
+                    out.append(Comm(op.name, "all_reduce", nbytes, "forward", seconds))
         return tuple(out)
 
     def _arrival(self, name: str, chosen: dict[int, Strategy]) -> Placement:
