@@ -153,18 +153,25 @@ def _dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     return DTYPES[value]
 
 
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~name of no such user
+        raise PlannerError("no such home folder", text, "Give the path") from error
+
+
 def _from_text(text: str, request: Request) -> ModelSource:
     if text in PRESETS:
         return _from_preset(text, request)
     kind, _, rest = text.partition(":")
     if kind == "hf" and rest:
-        return _from_hf(rest, Path(rest).name or rest, request)
+        return _from_hf(rest, _path_name(Path(rest)), request)
     if kind in ("torchvision", "timm") and rest:
         found = models_vision.find(kind, rest, request.image_size)
         return _from_vision(found, text, request)
-    path = Path(text).expanduser()
+    path = _expanded(text)
     if path.is_dir() or (path.suffix == ".json" and path.exists()):
-        return _from_hf(text, path.stem if path.is_file() else path.name, request)
+        return _from_hf(text, _path_name(path), request)
     if path.suffix == ".json":
         raise PlannerError("no such file", text, "Give the path of a config.json")
     module, colon, attribute = text.rpartition(":")
