@@ -187,6 +187,14 @@ def _from_text(text: str, request: Request) -> ModelSource:
     )
 
 
+def _path_name(path: Path) -> str:
+    """A folder's name; of a file its stem, of a ``config.json`` its folder's."""
+    path = path.expanduser().absolute()
+    if path.suffix != ".json":
+        return path.name
+    return path.parent.name if path.name == "config.json" else path.stem
+
+
 def _from_preset(name: str, request: Request) -> ModelSource:
     preset = PRESETS[name]
     text = preset.unit == "tokens"
