@@ -7,6 +7,7 @@ from torch import nn
 
 from passes.errors import PassError
 from passes.ir import DTYPE_BYTES, Tensor, TensorKind
+from passes.walk import buffers_of, named_modules, unsaved_buffers_of
 
 
 def _key(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -26,10 +27,10 @@ def _key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _persistent_names(module: nn.Module) -> set[str]:
     names: set[str] = set()
-    for path, child in module.named_modules(remove_duplicate=False):
-        skip = child._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    for path, child in named_modules(module, remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        names.update(prefix + b for b in child._buffers if b not in skip)
+        kept = buffers_of(child).keys() - unsaved_buffers_of(child)
+        names.update(prefix + name for name in kept)
     return names
 
 

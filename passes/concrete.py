@@ -1,5 +1,8 @@
 """From torch.export's program to a plain graph, and from symbolic sizes to numbers."""
 
+# pyright: reportPrivateUsage=false
+# OpOverload and its schema have no public names
+
 from __future__ import annotations
 
 import operator
@@ -13,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from passes.errors import PassError
+from passes.walk import map_nodes
 
 _DROPPED = re.compile(
     r"aten\.(_assert_tensor_metadata|_assert_async|_assert_scalar|sym_constrain_range)"
@@ -58,7 +62,7 @@ class _Copier:
         """Append ``module``'s nodes; returns its output in terms of new nodes."""
         for node in module.graph.nodes:
             if node.op == "output":
-                return fx.node.map_arg(node.args[0], lambda n: values[n])
+                return map_nodes(node.args[0], lambda n: values[n])
             if node not in values:
                 values[node] = self._one(module, node, values, no_grad)
         raise AssertionError("a graph without output")
@@ -108,8 +112,8 @@ class _Copier:
         no_grad: bool,
     ) -> Any:
         at = _REGIONS[name]
-        arguments = fx.node.map_arg(node.args, lambda n: _Held(values[n]))
-        plain = [a.value if isinstance(a, _Held) else a for a in arguments]  # type: ignore[union-attr]
+        arguments: tuple[Any, ...] = map_nodes(node.args, lambda n: _Held(values[n]))
+        plain: list[Any] = [a.value if isinstance(a, _Held) else a for a in arguments]
         body, operands = plain[at], plain[at + 1 :]
         assert isinstance(body, fx.GraphModule)
         inner = body.graph.find_nodes(op="placeholder")
@@ -127,7 +131,7 @@ class _Held:
 
 def _target_name(target: object) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        return str(target)
+        return f"{target}"
     name = getattr(target, "_name", None) or getattr(target, "__name__", None)
     return str(name or target)
 
@@ -143,7 +147,7 @@ def _keep(node: fx.Node) -> bool:
 
 
 def _mark_module(node: fx.Node) -> None:
-    stack = node.meta.get("nn_module_stack") or {}
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     path, kind = next(reversed(stack.values()), ("", ""))
     node.meta["module_path"] = _CUT.sub("", path)
     node.meta["module_class"] = kind if isinstance(kind, str) else kind.__qualname__
@@ -202,18 +206,38 @@ def _root(node: fx.Node) -> fx.Node:
 # --- sizes ----------------------------------------------------------------------------
 
 
+def _batch_sizes(module: fx.GraphModule) -> list[Any]:
+    """The leading size of every input that is a tensor with axes."""
+    values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
+    return [v.shape[0] for v in values if isinstance(v, torch.Tensor) and v.dim() > 0]
+
+
 def is_symbolic(module: fx.GraphModule, batch: int) -> bool:
     """Whether the leading axis of every batched input stayed symbolic."""
     seen = False
-    for node in module.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            size = value.shape[0]
-            if isinstance(size, torch.SymInt):
-                seen = True
-            elif size == batch:
-                return False
+    for size in _batch_sizes(module):
+        if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
+            seen = True
+        elif int(size) == batch:
+            return False
     return seen
+
+
+def allows(module: fx.GraphModule, batch: int) -> bool:
+    """Whether a symbolic graph is that of ``batch`` samples.
+
+    Checks every condition on sizes that the trace relied on. (That the batch is more
+    than one is not among them: torch.export takes it for granted.)
+    """
+    for size in _batch_sizes(module):
+        if not isinstance(size, torch.SymInt) or not size.node.expr.free_symbols:
+            continue
+        environment: Any = size.node.shape_env
+        for guard in environment.guards:
+            values = dict.fromkeys(guard.expr.free_symbols, batch)
+            if guard.expr.subs(values) == False:  # noqa: E712 (sympy's, not Python's)
+                return False
+    return True
 
 
 class _Sizes:
@@ -233,7 +257,7 @@ class _Sizes:
     def number(self, size: Any, node: fx.Node) -> Any:
         if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
             return size
-        expression = size.node.expr
+        expression: Any = size.node.expr
         if expression not in self.known:
             found = expression.subs(self.values)
             if found.free_symbols:
@@ -243,7 +267,11 @@ class _Sizes:
                     "Give the op a fixed size (a mask, a capacity) or plan that part "
                     "by hand",
                 )
-            kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+            kinds: dict[Any, Any] = {
+                torch.SymInt: int,
+                torch.SymFloat: float,
+                torch.SymBool: bool,
+            }
             self.known[expression] = kinds[type(size)](found)
         return self.known[expression]
 

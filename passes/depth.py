@@ -22,6 +22,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.traced import LayerRun
+from passes.walk import (
+    buffers_of,
+    children_of,
+    map_nodes,
+    named_modules,
+    parameters_of,
+)
 
 _MIN_LAYERS = 4
 _MAX_PERIOD = 8
@@ -67,7 +74,7 @@ def _tensor_key(tensor: torch.Tensor | None) -> Hashable:
 
 def _signature(layer: nn.Module) -> Hashable:
     parts: list[Hashable] = []
-    for path, module in layer.named_modules():
+    for path, module in named_modules(layer):
         own = vars(module)
         settings = tuple(
             (key, _setting(value))
@@ -76,7 +83,7 @@ def _signature(layer: nn.Module) -> Hashable:
         )
         tensors = tuple(
             (name, _tensor_key(value))
-            for store in (module._parameters, module._buffers)
+            for store in (parameters_of(module), buffers_of(module))
             for name, value in store.items()
         )
         parts.append((path, type(module), settings, tensors))
@@ -105,11 +112,11 @@ def _best_segment(kinds: Sequence[int], start: int) -> tuple[int, int]:
 
 
 def _list_runs(prefix: str, container: nn.Module) -> Iterator[LayerRun]:
-    names = list(container._modules)
+    names = list(children_of(container))
     known: dict[Hashable, int] = {}
     kinds = [
         known.setdefault(_signature(child), len(known)) if child is not None else -i
-        for i, child in enumerate(container._modules.values(), start=1)
+        for i, child in enumerate(children_of(container).values(), start=1)
     ]
     start = 0
     while start < len(names):
@@ -127,7 +134,7 @@ def find_runs(model: nn.Module) -> tuple[LayerRun, ...]:
         counts[id(parameter)] = counts.get(id(parameter), 0) + 1
     runs: list[LayerRun] = []
     inside: set[str] = set()
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if any(path == p or path.startswith(f"{p}.") for p in inside):
             continue
         if not isinstance(module, nn.ModuleList | nn.Sequential) or (
@@ -135,7 +142,7 @@ def find_runs(model: nn.Module) -> tuple[LayerRun, ...]:
         ):
             continue
         for run in _list_runs(path, module):
-            layers = [module._modules[name] for name in run.original]
+            layers = [children_of(module)[name] for name in run.original]
             if _shares([x for x in layers if x is not None], counts):
                 continue
             runs.append(run)
@@ -161,13 +168,13 @@ def _copy_tree(
     memo[id(module)] = new
     empty = path in emptied
     state = vars(new)
-    state["_parameters"] = {} if empty else dict(module._parameters)
-    state["_buffers"] = {} if empty else dict(module._buffers)
+    state["_parameters"] = {} if empty else dict(parameters_of(module))
+    state["_buffers"] = {} if empty else dict(buffers_of(module))
     state["_modules"] = {
         name: None
         if child is None
         else _copy_tree(child, f"{path}.{name}" if path else name, emptied, memo)
-        for name, child in ({} if empty else module._modules).items()
+        for name, child in ({} if empty else children_of(module)).items()
     }
     return new
 
@@ -363,7 +370,7 @@ def _describe(
             return f"@{inside(str(other.target))}"
         return f"outside {_shapes(other.meta.get('val'))}"
 
-    args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(operand(n)))
+    args = map_nodes((node.args, node.kwargs), lambda n: _Name(operand(n)))
     path = inside(node.meta["module_path"])
     return (str(node.target), layer, path, repr(args), _shapes(node.meta.get("val")))
 

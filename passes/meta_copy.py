@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.walk import buffers_of, parameters_of
+
 
 def meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Deep copy with every tensor on the meta device; ties and modes are kept.
@@ -19,7 +21,7 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     memo: dict[int, Any] = {}
     shared: dict[tuple[object, ...], torch.Tensor] = {}
     for module in model.modules():
-        for store in (module._parameters, module._buffers, vars(module)):
+        for store in (parameters_of(module), buffers_of(module), vars(module)):
             for value in store.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = _moved(value, dtype, shared)
@@ -34,7 +36,7 @@ def _moved(
 ) -> torch.Tensor:
     key: tuple[object, ...] = (
         type(value),
-        value.untyped_storage()._cdata,
+        value.untyped_storage()._cdata,  # pyright: ignore[reportPrivateUsage]
         value.storage_offset(),
         tuple(value.shape),
         tuple(value.stride()),

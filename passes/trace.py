@@ -8,9 +8,10 @@ There is no fallback to an eager forward.
 from __future__ import annotations
 
 import inspect
+import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.accounting import module_tensors
-from passes.concrete import concrete_graph, is_symbolic, mutated_tensors, plain_graph
+from passes.concrete import (
+    allows,
+    concrete_graph,
+    is_symbolic,
+    mutated_tensors,
+    plain_graph,
+)
 from passes.depth import (
     UnequalLayers,
     Watch,
@@ -70,12 +77,15 @@ def trace(
     runs = find_runs(model) if shorten_runs and not strict else ()
     template, warnings = _export_checked(job, max(size, _SMALLEST_SYMBOLIC), runs)
     if not template.symbolic and template.batch != size:
-        template, warnings = _export_checked(job, size, template.runs)
+        template, more = _export_checked(job, size, template.runs, dynamic=False)
+        warnings += more
 
     def rebatch(other: int) -> fx.GraphModule:
-        if template.symbolic or other == template.batch:
+        if template.symbolic and allows(template.module, other):
             return concrete_graph(template.module, other, training)
-        again, _ = _export_checked(job, other, template.runs)
+        if other == template.batch:
+            return concrete_graph(template.module, other, training)
+        again, _ = _export_checked(job, other, template.runs, dynamic=False)
         return concrete_graph(again.module, other, training)
 
     graph_module = rebatch(size)
@@ -212,13 +222,13 @@ class _Template:
 
 
 def _export_checked(
-    job: _Job, batch: int, runs: tuple[LayerRun, ...]
+    job: _Job, batch: int, runs: tuple[LayerRun, ...], dynamic: bool = True
 ) -> tuple[_Template, list[str]]:
     """Export with as many shortened runs as pass their checks."""
     warnings: list[str] = []
     while True:
         try:
-            return _export(job, batch, runs), warnings
+            return _export(job, batch, runs, dynamic), warnings
         except UnequalLayers as error:
             warnings.append(f"traced every layer of {error}")
             runs = tuple(r for r in runs if r is not error.run)
@@ -230,26 +240,28 @@ def _export_checked(
             runs = ()
 
 
-def _export(job: _Job, batch: int, runs: tuple[LayerRun, ...]) -> _Template:
+def _export(
+    job: _Job, batch: int, runs: tuple[LayerRun, ...], dynamic: bool
+) -> _Template:
     if job.strict:
         exported = _attempt(job, batch, (), dynamic=False, strict=True)
         return _template(job, exported, batch, ())
     try:
-        exported = _attempt(job, batch, runs, dynamic=True)
+        exported = _attempt(job, batch, runs, dynamic=dynamic)
     except UnequalLayers:
         raise
     except Exception as first:
         if runs:
             raise
-        exported = _export_otherwise(job, batch, first)
+        exported = _export_otherwise(job, batch, first, dynamic)
     return _template(job, exported, batch, runs)
 
 
 def _export_otherwise(
-    job: _Job, batch: int, first: Exception
+    job: _Job, batch: int, first: Exception, dynamic: bool
 ) -> torch.export.ExportedProgram:
     """With a fixed batch, then in strict mode; else the first error, explained."""
-    for strict in (False, True):
+    for strict in (False, True) if dynamic else (True,):
         try:
             return _attempt(job, batch, (), dynamic=False, strict=strict)
         except Exception as error:
@@ -283,15 +295,15 @@ def _attempt(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch.export's log lines: what matters is raised or returned."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def _quiet() -> Generator[None]:
+    """Without torch.export's log lines and prints: what matters is raised."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
 def _template(

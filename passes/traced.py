@@ -47,7 +47,8 @@ class LayerRun:
 class TracedModel:
     """A model as a graph of aten ops.
 
-    ``graph_module`` is a runnable ``fx.GraphModule`` for ``batch`` samples:
+    ``graph_module`` is an ``fx.GraphModule`` for ``batch`` samples, to be run by an
+    interpreter that respects ``meta["no_grad"]`` (regions are written in place):
     ``placeholder`` nodes are the user's tensors, ``get_attr`` nodes the parameters and
     buffers (``target`` is the dotted name, canonical for tied ones), the rest calls of
     aten overloads (not decomposed: linear, conv2d, layer_norm,

@@ -23,7 +23,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -227,7 +227,7 @@ def _from_hf(config: object, name: str, request: Request) -> ModelSource:
 
     return ModelSource(
         name=name,
-        source=f"hf:{name}" if isinstance(config, str) else "hf config",
+        source=f"hf:{config.removeprefix('hf:')}" if isinstance(config, str) else name,
         build=build,
         mode=request.mode,
         dtype=dtype,
@@ -287,7 +287,11 @@ def _from_module(
         )
     args, kwargs = _split_inputs(request.example_inputs)
     check_arguments(model, args, kwargs)
-    inputs = pytree.tree_map(lambda x: _cast(x, request.dtype), (args, kwargs))
+
+    def cast_leaf(leaf: Any) -> Any:
+        return _cast(leaf, request.dtype)
+
+    inputs = pytree.tree_map(cast_leaf, (args, kwargs))
 
     def build() -> Built:
         copied = meta_copy(model, request.dtype)
@@ -295,16 +299,17 @@ def _from_module(
         return copied.train(request.mode == "train"), inputs[0], inputs[1]
 
     first = _first_tensor(args, kwargs)
-    ids = first is not None and not first.is_floating_point() and first.dim() == 2
+    assert first is not None, "check_arguments found a tensor"
+    ids = first.dim() == 2 and not first.is_floating_point()
     return ModelSource(
         name=name,
         source=source,
         build=build,
         mode=request.mode,
         dtype=request.dtype,
-        batch=1 if first is None else int(first.shape[0]),
-        seq_len=int(first.shape[1]) if first is not None and ids else 0,
-        image_size=int(first.shape[-1]) if first is not None and first.dim() == 4 else 0,
+        batch=int(first.shape[0]),
+        seq_len=int(first.shape[1]) if ids else 0,
+        image_size=int(first.shape[-1]) if first.dim() == 4 else 0,
     )
 
 
@@ -332,10 +337,11 @@ def _split_inputs(given: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(given, Mapping):
         return (), dict(cast("Mapping[str, Any]", given))
     if isinstance(given, tuple | list):
-        items = tuple(cast("tuple[Any, ...]", given))
-        pair = len(items) == 2 and isinstance(items[0], tuple | list)
-        if pair and isinstance(items[1], Mapping):
-            return tuple(items[0]), dict(items[1])
+        items: tuple[Any, ...] = tuple(cast("tuple[Any, ...]", given))
+        if len(items) == 2 and isinstance(items[1], Mapping):
+            args, kwargs = items
+            if isinstance(args, tuple | list):
+                return tuple(cast("tuple[Any, ...]", args)), dict(kwargs)
         return items, {}
     raise PlannerError(
         "example inputs of an unknown form",
@@ -384,7 +390,7 @@ def _load(module: str, attribute: str) -> Callable[[], object]:
         raise PlannerError("can not import the factory", text, str(error)) from error
     found = getattr(loaded, attribute, None)
     if not callable(found):
-        names = [n for n, v in vars(loaded).items() if callable(v) and n[0] != "_"]
+        names = [n for n in dir(loaded) if n[0] != "_" and callable(getattr(loaded, n))]
         near = difflib.get_close_matches(attribute, names, n=3, cutoff=0.3)
         raise PlannerError(
             "no such factory", text, f"Found there: {', '.join(near or names[:8])}"
@@ -417,26 +423,20 @@ def _from_factory(
     made = _call(factory, name)
     if isinstance(made, nn.Module):
         return _from_module(made, name, source, request)
-    items = tuple(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else ()
-    fits = len(items) in (2, 3) and isinstance(items[0], nn.Module)
-    if not fits:
+    items: tuple[Any, ...] = ()
+    kind = type(made).__name__
+    if isinstance(made, tuple):
+        items = cast("tuple[Any, ...]", made)
+    if len(items) not in (2, 3) or not isinstance(items[0], nn.Module):
         raise PlannerError(
             "the factory must return a module or (module, args[, kwargs])",
-            f"{name} returned {type(made).__name__}",
+            f"{name} returned {kind}",
         )
-    inputs: object = request.example_inputs
-    if inputs is None:
+    if request.example_inputs is None:
         args, kwargs = _split_inputs(items[1])
-        inputs = (args, {**kwargs, **(items[2] if len(items) == 3 else {})})
-    given = Request(
-        request.mode,
-        request.dtype,
-        request.seq_len,
-        request.image_size,
-        inputs,
-        request.attention,
-    )
-    return _from_module(items[0], name, source, given)
+        kwargs |= items[2] if len(items) == 3 else {}
+        request = replace(request, example_inputs=(args, kwargs))
+    return _from_module(items[0], name, source, request)
 
 
 def _call(factory: Callable[[], object], name: str) -> object:

@@ -5,6 +5,7 @@ The only file that imports transformers, and only when such a model is asked for
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -85,18 +86,26 @@ def load_config(source: object) -> Any:
             "Give a config.json or its folder; nothing is downloaded",
         )
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values: Any = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlannerError("not a JSON file", str(file), str(error)) from error
-    kind = values.get("model_type") if isinstance(values, dict) else None
+    known = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
+    kind: object = known.get("model_type")
     mapping = _transformers().CONFIG_MAPPING
-    if kind not in mapping:
+    if not isinstance(kind, str) or kind not in mapping:
         raise PlannerError(
             "not a known model_type",
             f"{kind!r} in {file}",
             "Use a configuration of the installed transformers version",
         )
-    return mapping[kind].from_dict(cast("dict[str, Any]", values))
+    try:
+        return mapping[kind].from_dict(known)
+    except Exception as error:  # whatever a configuration class checks
+        raise PlannerError(
+            "not a valid configuration",
+            str(file),
+            " ".join(str(error).split()),
+        ) from error
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
@@ -130,9 +139,7 @@ def _pixels(config: Any) -> int | None:
     return None
 
 
-def input_sizes(
-    config: Any, seq_len: int | None, image_size: int | None
-) -> InputSizes:
+def input_sizes(config: Any, seq_len: int | None, image_size: int | None) -> InputSizes:
     """Tokens and pixels of one sample; 0 where the model reads none."""
     limit = _positions(config)
     text = hasattr(_text_config(config), "vocab_size")
@@ -177,15 +184,17 @@ def model_class(config: Any) -> Any:
 
 def build(config: Any, dtype: torch.dtype | None, attention: str) -> nn.Module:
     """The model on the meta device, with ``attention`` where the model offers it."""
+    config = copy.deepcopy(config)
+    start = getattr(config, "decoder_start_token_id", None)
+    if getattr(config, "is_encoder_decoder", False) and start is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     chosen = model_class(config)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if isinstance(chosen, tuple):
+    if isinstance(chosen, tuple | list):
         chosen = cast("Any", chosen)[0]
     with torch.device("meta"):
         try:
-            return chosen._from_config(
-                config, attn_implementation=attention, **options
-            )
+            return chosen._from_config(config, attn_implementation=attention, **options)
         except (ValueError, ImportError):
             return chosen._from_config(config, attn_implementation="eager", **options)
 

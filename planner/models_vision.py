@@ -95,7 +95,7 @@ def _timm(library: Any, name: str, image_size: int | None) -> Found:
     if name.partition(".")[0] not in names:
         raise _unknown("timm", name, names)
     default: Any = library.get_pretrained_cfg(name)
-    shape: tuple[int, int, int] = tuple(getattr(default, "input_size", (3, 224, 224)))
+    shape: tuple[int, ...] = tuple(getattr(default, "input_size", (3, 224, 224)))
     side = image_size or shape[-1]
 
     def build() -> nn.Module:

@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from passes.walk import named_modules
 from planner.presets.bert import BERT_SIZES, Bert
 from planner.presets.deepseek import DEEPSEEK_SIZES, DeepSeek
-from planner.presets.gpt import GPT_SIZES, GPT
+from planner.presets.gpt import GPT, GPT_SIZES
 from planner.presets.llama import LLAMA_SIZES, Llama
 from planner.presets.t5 import T5, T5_SIZES
 from planner.presets.unet import UNET_SIZES, UNet
@@ -62,14 +63,10 @@ class Preset:
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast, but leave in fp32 what the real model keeps there."""
-    kept = {
-        name: buffer
-        for path, module in model.named_modules()
-        for name, buffer in (
-            (f"{path}.{key}", getattr(module, key))
-            for key in getattr(module, "keep_fp32", ())
-        )
-    }
+    kept: dict[str, Tensor] = {}
+    for path, module in named_modules(model):
+        for key in getattr(module, "keep_fp32", ()):
+            kept[f"{path}.{key}"] = getattr(module, key)
     model = model.to(dtype)
     for name, buffer in kept.items():
         path, _, key = name.rpartition(".")

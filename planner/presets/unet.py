@@ -136,7 +136,7 @@ class UNet(nn.Module):
         self.mid_2 = ResBlock(c, width, width)
         self.up, self.upsample = nn.ModuleList(), nn.ModuleList()
         for i, out in reversed(list(enumerate(c.channels))):
-            widths = []
+            widths: list[tuple[int, int]] = []
             for _ in range(c.depth + 1):
                 widths.append((width + skips.pop(), out))
                 width = out
