@@ -26,7 +26,7 @@ from planner.serving.dims import Dims, serving_model
 from planner.serving.engines import Engine, load_engine
 from planner.serving.kv_cache import Formats
 from planner.serving.model import ServingModel
-from planner.serving.phases import Layout, Pricer, Step
+from planner.serving.phases import Layout, Pricer, Step, closed_loop
 
 DATA = Path(__file__).parent / "data" / "inference.csv.gz"
 QUANTITIES = ("tpot", "ttft", "throughput")
@@ -91,10 +91,10 @@ def figures(case: Case, steps: Steps, engine: Engine) -> Figures:
     passing = max(steps.decode.latency_s, steps.waves * steps.decode.seconds)
     chunk = steps.prefill.latency_s * engine.prefill
     if case.mode.startswith("serving"):
-        stage = steps.prefill.seconds * engine.prefill
-        share = (case.batch - 1) / case.osl * (1 - engine.overlap)
-        tpot = passing + share * stage
-        ttft = engine.request_s + chunk * (1 + engine.burst * (case.batch - 1))
+        ttft, tpot = closed_loop(
+            steps.decode, steps.prefill, case.batch, steps.waves, case.isl, case.osl,
+            engine,
+        )  # fmt: skip
         rate = case.batch / tpot
         return Figures(ttft, tpot, rate, ttft + case.osl * tpot)
     chunks = case.batch / steps.prompts
@@ -223,8 +223,8 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float:
 def document(results: Sequence[Result], skipped: Counter[str]) -> dict[str, Any]:
     good = [r for r in results if r.case.quality in ("A", "B")]
     by_engine: dict[str, Any] = {}
-    for name in sorted({r.case.engine for r in good}):
-        mine = [r for r in good if r.case.engine == name]
+    for name in sorted({r.case.family for r in good}):
+        mine = [r for r in good if r.case.family == name]
         for quantity in QUANTITIES:
             figures_ = summary(mine, quantity)
             if figures_["n"]:

@@ -1,4 +1,4 @@
-"""Rows of ``inference.csv`` as cases: model, cluster, layout, engine, what was measured.
+"""Rows of ``inference.csv`` as cases: model, layout, engine, what was measured.
 
 Dimensions are the models' published configurations. A row that says too little to be
 priced raises :class:`SkipRowError` with the reason.
@@ -150,8 +150,9 @@ class Case:
     key: tuple[str, str]  # model and GPU
 
     @property
-    def gpus(self) -> int:
-        return self.tp * self.pp
+    def family(self) -> str:
+        """The engine without its release."""
+        return self.engine.partition("@")[0]
 
 
 def _number(row: Row, name: str) -> float | None:
@@ -187,6 +188,9 @@ def case_of(row: Row) -> Case:
         raise SkipRowError(f"no profile of {row['framework']}")
     if row["precision"].lower() not in FORMATS:
         raise SkipRowError(f"no price for precision {row['precision']}")
+    if mode.startswith("serving"):
+        # releases differ; a row that names none is of the framework's main entry
+        engine += "@" + (framework.partition(" ")[2].strip() or "unstated")
     weights, group, math8 = FORMATS[row["precision"].lower()]
     tp, pp = _whole(row, "tp", 0), _whole(row, "pp", 1)
     ep, dp = _whole(row, "ep", 1), _whole(row, "dp_attn", 1)

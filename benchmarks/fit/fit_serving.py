@@ -5,9 +5,10 @@
 A step is linear in an engine's rates, so every row is priced once with unit constants
 and the constants are found by least squares on log ratios (soft L1) of time per token,
 time to first token and throughput, each engine alone. Constants are physical and
-bounded: no step is cheaper than 60 % of its kernels. ``--holdout``: fits without the
-configurations (model, GPU, precision, degrees) whose hash falls in a quarter, and prints
-the errors on both sides; nothing is written.
+bounded: no product is cheaper than its roofline. A release with enough rows gets
+constants of its own, held near its engine's by a prior. ``--holdout``: fits without the
+configurations (model, GPU, precision, degrees) whose hash falls in a quarter, and
+prints the errors on both sides; nothing is written.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.rows import SkipRowError, read_rows
 from benchmarks.serving_rows import Case, case_of
 from cost_models.errors import SpecError
 from planner.errors import PlannerError
-from planner.serving.engines import FITTED, Engine, load_engine
+from planner.serving.engines import FITTED, Engine, unfitted
 from planner.serving.phases import PARTS, Step
 
 TARGET = Path(__file__).parents[2] / "planner" / "serving" / "engines.json"
@@ -49,23 +50,26 @@ BOUNDS = {
     "step_s": (1e-5, 2e-2),
     "sequence_s": (1e-8, 1e-4),
     "launch_s": (1e-8, 1e-4),
-    "matrix": (0.6, 2.5),
-    "experts": (0.3, 3.0),
-    "attention": (0.5, 3.0),
+    "matrix": (0.02, 6.0),
+    "experts": (0.02, 6.0),
+    "attention": (0.9, 3.0),
     "comm": (0.2, 4.0),
     "request_s": (1e-4, 1.0),
     "prefill": (0.5, 4.0),
     "burst": (1e-4, 1.0),
     "overlap": (1e-4, 0.95),
+    "token_s": (1e-8, 1e-4),
+    "wait": (1e-2, 10.0),
 }
 LEAST_ROWS = 8
-#: Weight of the pull towards the defaults, in rows.
-PRIOR = 1.0
+#: Pull towards the defaults, and of a release towards its engine.
+PRIOR, RELEASE_PRIOR = 0.3, 1.0
+RELEASE_ROWS = 20
 #: A row of a quantity that makes fewer rows counts more, to at most this.
 MOST_WEIGHT = 3.0
 PART_RATE = {
-    "products": "matrix",
-    "experts": "experts",
+    "products_over": "matrix",
+    "experts_over": "experts",
     "attention": "attention",
     "pointwise": "stream",
     "tp_comm": "comm",
@@ -98,10 +102,10 @@ def facts(rows: Sequence[dict[str, str]]) -> dict[str, list[Fact]]:
             continue
         try:
             case = case_of(row)
-            steps = steps_of(case, unit(load_engine(case.engine)))
+            steps = steps_of(case, unit(unfitted(case.family)))
         except (SkipRowError, SpecError, PlannerError):
             continue
-        found[case.engine].append(Fact(case, steps, measured(case)))
+        found[case.family].append(Fact(case, steps, measured(case)))
     return found
 
 
@@ -128,9 +132,11 @@ def quick(fact: Fact, engine: Engine) -> Figures:
     return figures(c, replace(s, decode=decode, prefill=prefill), engine)
 
 
-def fit_engine(name: str, known: Sequence[Fact]) -> dict[str, Any]:
-    """Constants of one engine, with rows and error."""
-    base = load_engine(name)
+def fit_engine(
+    name: str, known: Sequence[Fact], base: Engine, prior: float
+) -> dict[str, Any]:
+    """Constants of one engine or release, with rows and error; ``prior`` pulls towards
+    ``base``."""
     names = list(FITTED)
     low = np.log([BOUNDS[n][0] for n in names])
     high = np.log([BOUNDS[n][1] for n in names])
@@ -163,7 +169,7 @@ def fit_engine(name: str, known: Sequence[Fact]) -> dict[str, Any]:
                 if quantity in fact.seen:
                     ratio = values[quantity] / fact.seen[quantity]
                     out.append(weight[quantity] * float(np.log(ratio)))
-        out.extend(PRIOR * (x - start) * 0.3)
+        out.extend(prior * (x - start))
         return np.array(out)
 
     found = least_squares(
@@ -192,9 +198,16 @@ def fit(by_engine: dict[str, list[Fact]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in sorted(by_engine):
         known = by_engine[name]
-        if len(known) >= LEAST_ROWS:
-            result[name] = fit_engine(name, known)
-            print(name, result[name], file=sys.stderr)
+        if len(known) < LEAST_ROWS:
+            continue
+        base = unfitted(name)
+        result[name] = fit_engine(name, known, base, PRIOR)
+        print(name, result[name], file=sys.stderr)
+        family = replace(base, **result[name]["values"])
+        for release in sorted({f.case.engine for f in known} - {name}):
+            mine = [f for f in known if f.case.engine == release]
+            if len(mine) >= RELEASE_ROWS:
+                result[release] = fit_engine(release, mine, family, RELEASE_PRIOR)
     return result
 
 
@@ -229,9 +242,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = {f.case.name: f for found in by_engine.values() for f in found}
 
     def predict(case: Case) -> Figures:
-        engine = load_engine(case.engine)
-        if case.engine in values:
-            engine = replace(engine, **values[case.engine]["values"])
+        entry = values.get(case.engine) or values.get(case.family)
+        engine = unfitted(case.family)
+        if entry:
+            engine = replace(engine, **entry["values"])
         return figures(case, steps_of(case, engine), engine)
 
     results, skipped = price([r for r in rows if r["id"] in known], predict)

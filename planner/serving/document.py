@@ -175,8 +175,8 @@ def _estimate(
     waves = min(point.layout.pp, point.batch)
     step = max(point.decode.latency_s, waves * point.decode.seconds)
     comm = {n: parts[n] for n in ("tp_comm", "ep_comm", "pp_p2p")}
-    busy = ("products", "experts", "attention", "pointwise")
-    compute = sum(parts[n] for n in busy)
+    rest = {*comm, "host"}
+    compute = sum(value for n, value in parts.items() if n not in rest)
     known = sum(comm.values()) + compute + parts["host"]
     device, gpus = server.cluster.device, server.cluster.num_gpus
     dtype = server.pricer.native or server.pricer.activation

@@ -22,13 +22,14 @@ class Engine:
 
     step_s: host time of one step (scheduler, sampling) that the GPU waits for.
     sequence_s: host time per sequence in a step. launch_s: device gap per kernel, after
-    CUDA graphs where the engine has them. matrix, attention, stream: time of products,
-    attention and pointwise kernels over the kernel models'. experts: the same for
-    grouped products. comm: time of collectives over the link's. request_s: from a
+    CUDA graphs where the engine has them. matrix, experts: what (grouped) products take
+    over their roofline, relative to the kernel models; attention, stream: time of
+    attention and pointwise kernels over the models'. comm: time of collectives over the link's. request_s: from a
     request's arrival to its prefill, beside queueing. prefill: time of a prefill step
     over its kernels'. burst: share of the other requests' prefills that a request of
     a closed loop waits for. overlap: share of prefill time that decode steps do not
-    see (chunks that ride along). kernels: per layer.
+    see (chunks that ride along). token_s: host time per prompt token. wait: decode
+    steps that pass before a prefill starts. kernels: per layer.
     """
 
     name: str
@@ -46,6 +47,8 @@ class Engine:
     prefill: float = 1.0
     burst: float = 0.5
     overlap: float = 0.0
+    token_s: float = 1e-6
+    wait: float = 0.5
     kernels: float = 10.0
     reserve_bytes: float = 1.5 * 2**30
     graph_bytes: float = 0.5 * 2**30
@@ -64,6 +67,8 @@ FITTED = (
     "prefill",
     "burst",
     "overlap",
+    "token_s",
+    "wait",
 )
 
 _ENGINES = (
@@ -111,12 +116,21 @@ def fitted() -> dict[str, dict[str, Any]]:
 
 
 def load_engine(name: str) -> Engine:
-    """An engine by name or alias; PlannerError lists the known ones."""
+    """An engine by name or alias, ``NAME@VERSION`` for one release of it (the engine's
+    own constants where that release was not measured); PlannerError lists the known."""
+    family, _, version = name.partition("@")
+    engine = unfitted(family)
+    known = fitted()
+    entry = known.get(f"{engine.name}@{version}") or known.get(engine.name, {})
+    return replace(engine, **entry.get("values", {}))
+
+
+def unfitted(name: str) -> Engine:
+    """An engine with its defaults alone; PlannerError lists the known ones."""
     wanted = ALIASES.get(name, name)
     for engine in _ENGINES:
         if engine.name == wanted:
-            values = fitted().get(wanted, {}).get("values", {})
-            return replace(engine, **values)
+            return engine
     raise PlannerError(
         "unknown serving engine", name, f"use {', '.join(engine_names())}"
     )

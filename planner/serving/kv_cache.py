@@ -224,10 +224,10 @@ def illegal_tp(model: ServingModel, tp: int, formats: Formats) -> str:
                 size = product.n if wide else product.k
                 return f"{product.name}: {size} does not divide by tp={tp}"
             part = product.k // tp if product.split == "row" else product.k
-            if formats.weights == "int4" and product.quantised:
-                if product.split == "row" and part % formats.group:
-                    return (
-                        f"{product.name}: {product.k}/{tp} = {part} is not whole "
-                        f"groups of {formats.group}"
-                    )
+            grouped = formats.weights == "int4" and product.quantised
+            if grouped and product.split == "row" and part % formats.group:
+                return (
+                    f"{product.name}: {product.k}/{tp} = {part} is not whole "
+                    f"groups of {formats.group}"
+                )
     return ""

@@ -12,7 +12,6 @@ of the sequences; experts lie on ``ep`` ranks and see all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
@@ -36,7 +35,9 @@ from planner.serving.model import Attention, Layer, Product, ServingModel
 STREAM_PASSES = 6
 PARTS = (
     "products",
+    "products_over",
     "experts",
+    "experts_over",
     "attention",
     "pointwise",
     "tp_comm",
@@ -192,10 +193,7 @@ class Pricer:
                 t = self._absorbed_time(layer, p, rows, tp)
             else:
                 t = self.product(p, rows, tp, layout.ep)
-            if p.experts > 1:
-                out["experts"] += t.time_s * self.engine.experts
-            else:
-                out["products"] += t.time_s * self.engine.matrix
+            self._product(out, p, t)
             out["_compute"] += t.compute_s
             out["_memory"] += t.memory_s
             out["_flops"] += t.flops
@@ -218,6 +216,21 @@ class Pricer:
         out["host"] += kernels * self.engine.launch_s
         self._communicate(out, layer, layout, tokens, comm)
         return out
+
+    def _product(self, out: dict[str, float], p: Product, t: OpTime) -> None:
+        """Adds a product: its roofline, and what kernels take over that at the
+        engine's rate, so that no rate beats the roofline."""
+        name, rate = "products", self.engine.matrix
+        if p.experts > 1:
+            name, rate = "experts", self.engine.experts
+        limit = self._roofline(t)
+        out[name] += limit
+        out[f"{name}_over"] += (t.time_s - limit) * rate
+
+    def _roofline(self, t: OpTime) -> float:
+        device = self.device
+        peak = device.peak(self.native or self.activation)
+        return min(t.time_s, max(t.flops / peak, t.bytes / device.hbm_bytes_per_s))
 
     def _absorbed_time(self, layer: Layer, p: Product, rows: float, tp: int) -> OpTime:
         """The key-value up-projection, folded into queries and outputs: two batched
@@ -289,7 +302,9 @@ class Pricer:
                     self.model.hidden,
                     False,
                 )
-                total["products"] += head.time_s * self.engine.matrix
+                limit = self._roofline(head)
+                total["products"] += limit
+                total["products_over"] += (head.time_s - limit) * self.engine.matrix
                 total["_compute"] += head.compute_s
                 total["_memory"] += head.memory_s
                 total["_flops"] += head.flops
@@ -417,4 +432,25 @@ def _longer(t: OpTime, seconds: float) -> OpTime:
     )
 
 
-StepPrice = Callable[[Layout, float, int, int], Step]
+def closed_loop(
+    decode: Step,
+    prefill: Step,
+    batch: int,
+    waves: int,
+    prompt_len: int,
+    output_len: int,
+    engine: Engine,
+) -> tuple[float, float]:
+    """(time to first token, time per token) of ``batch`` requests kept in flight.
+
+    tpot = pass + (batch - 1) / output_len x prefill (1 - overlap): each sequence's
+    prompt takes its turn once in output_len steps. ttft = request + prompt tokens x
+    token + wait x pass + prefill (1 + burst (batch - 1)). ``prefill`` is of one prompt;
+    ``waves`` micro-batches of a pipeline make one pass of all sequences.
+    """
+    passing = max(decode.latency_s, waves * decode.seconds)
+    chunk = prefill.latency_s * engine.prefill
+    stage = prefill.seconds * engine.prefill
+    tpot = passing + (batch - 1) / output_len * stage * (1 - engine.overlap)
+    ttft = engine.request_s + engine.token_s * prompt_len + engine.wait * passing
+    return ttft + chunk * (1 + engine.burst * (batch - 1)), tpot

@@ -19,7 +19,7 @@ from planner.serving.kv_cache import (
     shard_sequence_bytes,
     shard_weight_bytes,
 )
-from planner.serving.phases import Layout, Pricer, Step
+from planner.serving.phases import Layout, Pricer, Step, closed_loop
 from planner.workload import Inference, PinValue
 
 #: Steps of the batch grid; the largest batch that fits and the largest that meets the
@@ -171,21 +171,18 @@ class Server:
         stage_s = prefill.seconds * engine.prefill
         if prefill_instances:
             tpot = passing
-            wait = 0.0
             decoding = instances - prefill_instances
             rate = min(
                 decoding * batch / (tpot * w.output_len),
                 prefill_instances / stage_s,
             )
+            ttft = engine.request_s + engine.token_s * w.prompt_len
+            ttft += prompt_s + self._transfer_s(layout)
         else:
-            # each sequence's prompt takes its turn once in output_len steps
-            tpot = passing + (batch - 1) / w.output_len * stage_s * (1 - engine.overlap)
-            wait = passing / 2 if batch > 1 else 0.0
-            held = batch / (w.output_len * tpot + prompt_s)
-            rate = instances * held
-        ttft = engine.request_s + prompt_s + wait
-        if prefill_instances:
-            ttft += self._transfer_s(layout)
+            ttft, tpot = closed_loop(
+                decode, prefill, batch, waves, w.prompt_len, w.output_len, engine
+            )
+            rate = instances * batch / (w.output_len * tpot + prompt_s)
         tokens = rate * w.output_len
         fits = batch <= self.concurrency(layout)
         late = w.ttft_limit_s is not None and ttft > w.ttft_limit_s
