@@ -171,4 +171,12 @@ def restrict(
     return make_core(cost, edges, items, rows.capacity)
 
 
-__all__ = ["Core", "Infeasible", "components", "core_of", "make_core", "narrow", "restrict"]
+__all__ = [
+    "Core",
+    "Infeasible",
+    "components",
+    "core_of",
+    "make_core",
+    "narrow",
+    "restrict",
+]

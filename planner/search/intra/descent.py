@@ -39,6 +39,8 @@ _STEP = 0.1  # share of Polyak's step
 _FADE = 0.7  # how fast the longest recent subgradient is forgotten
 _WARM_SWEEPS = 10
 _PROOF_SWEEPS = 40
+_FIT_EVERY = 5  # turns of learning between tries to fit
+_FIT_TRIES = 5
 _SECONDS_PER_NODE = 4e-5  # measured on one core: planning, tables and decoding
 _SECONDS_PER_EDGE = 1.2e-5  # measured on one core: one message each way
 
@@ -125,6 +127,8 @@ class Descent:
             moved = [self.move(plan, theta, start) for start in starts]
             self.last = min(moved, key=lambda x: self.priced(x, prices))
             self.offer(self.last)
+            if prices.size and turn % _FIT_EVERY == _FIT_EVERY - 1:
+                self._fit(plan, prices, self.last)
             if prices.size:
                 prices = self.walk = self._step(prices, self.last, self.bound, _FADE)
 
@@ -160,10 +164,28 @@ class Descent:
         gap = max(min(self.best_cost, 3 * scale) - level, 0.01 * scale)
         return np.maximum(0.0, prices + _STEP * gap / self._length / unit * slope)
 
+    def _raise(self, prices: FloatArray, choice: IntArray, share: float) -> FloatArray:
+        """Prices up where ``choice`` overflows: by ``share`` of the cost for a node that
+        lives throughout and uses the highest capacity."""
+        over = np.maximum(self.core.load(choice) - self.core.capacity, 0.0)
+        scale = abs(self.best_cost) if self.best is not None else abs(self.bound)
+        unit = float(self.core.capacity.max()) * max(float(over.sum()), 1e-300)
+        return prices + share * max(scale, 1e-9) / unit * over
+
+    def _fit(self, plan: Plan, prices: FloatArray, choice: IntArray) -> None:
+        """Offers what the same nodes do at prices that rise until the choice fits."""
+        share = 0.01
+        for _ in range(_FIT_TRIES):
+            if self.fits(choice):
+                return
+            prices = self._raise(prices, choice, share)
+            choice = self.move(plan, self.pricer.theta(prices), choice)
+            self.offer(choice)
+            share *= 2
+
     def repair(self, stop_left_s: float, most: int = 10**9) -> None:
         """From the last choice, raises prices where it overflows until one fits."""
-        prices, unit = self.prices.copy(), float(self.core.capacity.max(initial=1.0))
-        push = 0.01 * max(abs(self.bound), 1.0)
+        prices, share = self.prices, 0.01
         for _ in range(most):
             if self.clock.left() <= stop_left_s:
                 return
@@ -171,9 +193,8 @@ class Descent:
             if self.offer(self.last):
                 return
             if prices.size:
-                over = np.maximum(self.core.load(self.last) - self.core.capacity, 0.0)
-                prices = prices + push / unit * over / max(float(over.sum()), 1e-300)
-                push *= 1.1
+                prices = self._raise(prices, self.last, share)
+                share *= 1.1
 
     # -- polishing --------------------------------------------------------------------
     def roam(self, stop_left_s: float, most: int = 10**9) -> None:
@@ -191,8 +212,7 @@ class Descent:
     def polish(self, stop_left_s: float, most: int = 10**9, tries: int = 5) -> None:
         """Moves from the best choice, priced until they fit and pay."""
         assert self.best is not None
-        prices = self.prices.copy()
-        unit = float(self.core.capacity.max()) if prices.size else 1.0
+        prices = self.prices
         for _ in range(most):
             if self.clock.left() <= stop_left_s:
                 break
@@ -202,13 +222,8 @@ class Descent:
                 if self.offer(choice):
                     prices = here
                     break
-                if not prices.size:
-                    break
-                over = (self.core.load(choice) - self.core.capacity) / unit
-                if (over > 0).any():
-                    slope = np.where(over > 0, over, 0.0)
-                    bump = 0.02 * abs(self.best_cost) / unit / float(slope.sum())
-                    here = here + bump * slope
+                if not self.fits(choice):
+                    here = self._raise(here, choice, 0.02)
                 elif here.any():
                     here = here * 0.7
                 else:
