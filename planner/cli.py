@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner import cli_handover
+from planner import cli_handover, cli_serving
 from planner.cli_io import (
     CHECK_FAILED,
     INFEASIBLE,
@@ -289,6 +289,7 @@ def check(
     return 0
 
 
+app.command()(cli_serving.serve_plan)
 app.command()(cli_handover.explain)
 app.command()(cli_handover.diff)
 app.command()(cli_handover.report)

@@ -37,6 +37,8 @@ class Section:
 
 def explain(document: Document) -> tuple[Section, ...]:
     """The sections in reading order."""
+    if document.serving is not None:
+        return _serving(document)
     sections = [
         Section("The split", (split_line(document),)),
         Section("What binds", (*_memory(document), *_balance(document))),
@@ -57,6 +59,22 @@ def explain(document: Document) -> tuple[Section, ...]:
             sections.append(Section("What lost, and why", tuple(lost)))
     if document.warnings:
         sections.append(Section("Warnings", document.warnings))
+    return tuple(sections)
+
+
+def _serving(document: Document) -> tuple[Section, ...]:
+    """A serving plan: its summary's facts under the same headings."""
+    r = document.serving
+    assert r is not None
+    from planner.serving.summary import summary
+
+    sections = [
+        Section("How it is served", tuple(summary(document).splitlines())),
+        Section("What binds", (r.binds, *r.notes)),
+    ]
+    if isinstance(document, Plan):
+        lost = tuple(a.why for a in document.alternatives)
+        sections.append(Section("What lost, and why", lost or ("nothing else fits",)))
     return tuple(sections)
 
 

@@ -65,6 +65,10 @@ def summary(document: Document) -> str:
     """The whole text, newline at the end."""
     from planner.plan.documents import Plan, Prediction
 
+    if document.serving is not None:
+        from planner.serving.summary import summary as serving_summary
+
+        return serving_summary(document)
     d, e = document, document.estimate
     lines = [
         row("model", f"{d.model.name}, {count(d.model.parameters)} parameters"),

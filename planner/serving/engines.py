@@ -24,11 +24,12 @@ class Engine:
     sequence_s: host time per sequence in a step. launch_s: device gap per kernel, after
     CUDA graphs where the engine has them. matrix, experts: what (grouped) products take
     over their roofline, relative to the kernel models; attention, stream: time of
-    attention and pointwise kernels over the models'. comm: time of collectives over the link's. request_s: from a
-    request's arrival to its prefill, beside queueing. prefill: time of a prefill step
-    over its kernels'. burst: share of the other requests' prefills that a request of
-    a closed loop waits for. overlap: share of prefill time that decode steps do not
-    see (chunks that ride along). token_s: host time per prompt token. wait: decode
+    attention and pointwise kernels over the models'. comm: time of collectives over the
+    link's. request_s: from a request's arrival to its prefill, beside queueing.
+    prefill: time of a prefill step over its kernels'. burst: share of the other
+    requests' prefills that a request of a closed loop waits for. overlap: share of
+    prefill time that decode steps do not see (chunks that ride along). token_s: host
+    time per prompt token. wait: decode
     steps that pass before a prefill starts. kernels: per layer.
     """
 

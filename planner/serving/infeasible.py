@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from planner.errors import InfeasibleError
-from planner.serving.kv_cache import Formats, weight_bytes
+from planner.serving.kv_cache import Formats, illegal_tp, weight_bytes
 from planner.serving.phases import Layout
 
 if TYPE_CHECKING:
@@ -90,6 +90,9 @@ def _too_big(server: Server, layouts: Sequence[Layout]) -> InfeasibleError:
     hints = [f"at least {least} of these GPUs for the weights alone"]
     smaller = SMALLER.get(server.workload.weights)
     formats = server.pricer.formats
+    enough = _first_that_fits(server, wanted)
+    if enough:
+        hints.append(f"tp={enough.tp} on {enough.gpus} of them fits")
     if smaller:
         other = Formats(smaller, formats.kv, formats.group)
         size = weight_bytes(server.model, other)
@@ -104,3 +107,14 @@ def _too_big(server: Server, layouts: Sequence[Layout]) -> InfeasibleError:
         f"{need.reserve / 2**30:.1f})",
         "; ".join(hints),
     )
+
+
+def _first_that_fits(server: Server, wanted: int) -> Layout | None:
+    """The least power of two of tensor ranks that would hold the model and cache."""
+    for tp in (1, 2, 4, 8, 16, 32, 64):
+        if illegal_tp(server.model, tp, server.pricer.formats):
+            continue
+        layout = Layout(tp)
+        if min(n.sequences for n in server.needs(layout)) >= wanted:
+            return layout
+    return None
