@@ -47,8 +47,9 @@ class StackProfile:
     gathers; 0: as dp_rate). accumulate_bytes: HBM traffic per parameter
     and micro-batch to add gradients to the accumulated ones, beside the GEMM's own
     output. channels_last: memory order of images.
-    dp_bucket_bytes: message in which gradients (and ZeRO's
-    parameters) travel over the data axes (0: all at once). cast_passes: passes over 8-bit operands to scale and cast them (0: fused).
+    dp_bucket_bytes: message in which gradients (and ZeRO's parameters) travel over the
+    data axes (0: all at once). cast_passes: passes over 8-bit operands to scale and
+    cast them (0: fused).
     """
 
     name: str
