@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from passes.traced import TracedModel
 from planner.errors import PlannerError
 from planner.models import resolve_model
 from planner.plan.documents import Document
+from planner.runtime import checkpoint
 from planner.runtime.comm import Axis, Recorder
+from planner.runtime.faults import guarded
 from planner.runtime.inputs import InputMap
 from planner.runtime.pipeline import Mail, Pipeline
 from planner.runtime.program import Program, Values, constants, graph_of
@@ -315,8 +318,9 @@ class Parallel:
         The arguments hold this data rank's samples (all ranks of one data rank give the
         same). Gradients of earlier steps are replaced, not added to.
         """
-        loss = self.run(self.inputs.bind(args, kwargs, self.device))
-        return self._mean_loss(loss)
+        bound = self.inputs.bind(args, kwargs, self.device)
+        with guarded():
+            return self.mean_loss(self.run(bound))
 
     __call__ = step
 
@@ -337,7 +341,7 @@ class Parallel:
         self.store.stale = True
         return loss
 
-    def _mean_loss(self, loss: Tensor | None) -> Tensor:
+    def mean_loss(self, loss: Tensor | None) -> Tensor:
         """Averaged over data ranks and known on every pipeline stage."""
         topology = self.topology
         value = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -397,6 +401,18 @@ class Parallel:
         grad = stored.master.grad
         assert isinstance(grad, DTensor), f"{name} has no gradient"
         return self.store.full(name, grad.to_local())
+
+    def save(
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Write a checkpoint that any plan of the model reads."""
+        checkpoint.save(self, path, optimizer)
+
+    def load(
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Read a checkpoint that any plan of the model wrote."""
+        checkpoint.load(self, path, optimizer)
 
 
 def _has(model: nn.Module, name: str) -> bool:

@@ -43,11 +43,17 @@ def _child(
 
 
 def run_ranks(
-    function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 60
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout_s: float = 60,
+    wait_for: tuple[int, ...] = (),
+    limit_s: float = 0,
 ) -> list[Any]:
-    """What ``function(*args)`` returned on each of ``world`` ranks.
+    """What ``function(*args)`` returned on each of ``world`` ranks (or of ``wait_for``).
 
-    Raises AssertionError with the first rank's traceback where one failed, TimeoutError
+    ``timeout_s``: how long a rank waits for another; ``limit_s``: for all (default: as
+    long). Raises AssertionError with the first rank's traceback where one failed, TimeoutError
     where the ranks did not finish; in both cases every process is ended.
     """
     context = multiprocessing.get_context("forkserver")
@@ -66,22 +72,26 @@ def run_ranks(
         for child in children:
             child.start()
         try:
-            return _results(queue, children, world, timeout_s)
+            return _results(
+                queue, children, wait_for or tuple(range(world)), limit_s or timeout_s
+            )
         finally:
             for child in children:
-                child.join(5)
+                child.join(0 if wait_for else 5)
                 if child.is_alive():
                     child.kill()
                     child.join()
 
 
-def _results(queue: Any, children: Any, world: int, timeout_s: float) -> list[Any]:
+def _results(
+    queue: Any, children: Any, ranks: tuple[int, ...], timeout_s: float
+) -> list[Any]:
     found: dict[int, Any] = {}
     end = time.monotonic() + timeout_s
-    while len(found) < world:
+    while len(found) < len(ranks):
         left = end - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"{world - len(found)} of {world} ranks did not finish")
+            raise TimeoutError(f"{len(ranks) - len(found)} ranks did not finish")
         try:
             rank, ok, value = queue.get(timeout=min(left, 1.0))
         except Exception:
@@ -90,4 +100,4 @@ def _results(queue: Any, children: Any, world: int, timeout_s: float) -> list[An
             continue
         assert ok, f"rank {rank}:\n{value}"
         found[rank] = value
-    return [found[r] for r in range(world)]
+    return [found[r] for r in ranks]
