@@ -1,0 +1,1 @@
+"""Small scripts that use the planner; each runs without a GPU."""
