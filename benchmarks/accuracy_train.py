@@ -263,7 +263,7 @@ def reason_of(case: Case, terms: Mapping[str, float], error: float) -> str:
         return "the source does not state micro-batch, chunks or recompute"
     if case.group == "ultrascale" and error < -0.4:
         return (
-            "measured far slower than the price, not explained (as many runs on 512 GPUs)"
+            "measured far slower than the price, not explained (most 512-GPU runs are)"
         )
     if case.spec.experts:
         return "experts: routing, permutation and all-to-all, and releases that differ"
