@@ -104,7 +104,7 @@ class _Search:
         whole = np.zeros(core.count, dtype=np.int64)
         bound = 0.0
         for nodes in components(core):
-            domains = [np.arange(core.cost[v].size) for v in nodes]
+            domains = [np.arange(core.cost[v].size) for v in ints(nodes)]
             choice, level = self.connected(restrict(core, whole, nodes, domains))
             if choice is None:
                 return None, -np.inf

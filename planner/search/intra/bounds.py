@@ -33,12 +33,12 @@ class Messages:
             for i, near in enumerate(core.near)
         ]
         self._ahead = [
-            [(j, np.ascontiguousarray(m.T)) for j, m in near if j > i]
-            for i, near in enumerate(core.near)
+            [(j, np.ascontiguousarray(m)) for j, m in back if j > i]
+            for i, back in enumerate(core.back)
         ]
         self._behind = [
-            [(j, np.ascontiguousarray(m.T)) for j, m in near if j < i]
-            for i, near in enumerate(core.near)
+            [(j, np.ascontiguousarray(m)) for j, m in back if j < i]
+            for i, back in enumerate(core.back)
         ]
 
     def sweep(self, theta: Sequence[FloatArray]) -> float:

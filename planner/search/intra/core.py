@@ -9,13 +9,15 @@ import numpy as np
 
 from planner.search.intra.problem import Edge, FloatArray, IntArray, ints
 from planner.search.intra.reductions import Graph
-from planner.search.intra.usage import Infeasible, Items, compress
+from planner.search.intra.usage import Infeasible, Items, compress, spread
 
 
 @dataclass(frozen=True, slots=True)
 class Core:
     """Nodes 0..n-1, at most one edge per pair, items over rows with capacities.
 
+    ``near[i]`` are the neighbours j with matrices of shape (i's, j's strategies) and
+    ``back[i]`` the same with the axes exchanged.
     Item ``k`` belongs to node ``item_node[k]``, covers rows ``[item_start[k],
     item_end[k])`` and uses ``values[item_offset[k] + x]``.
     """
@@ -23,6 +25,7 @@ class Core:
     cost: tuple[FloatArray, ...]
     edges: tuple[Edge, ...]
     near: tuple[tuple[tuple[int, FloatArray], ...], ...]
+    back: tuple[tuple[tuple[int, FloatArray], ...], ...]
     item_node: IntArray
     item_start: IntArray
     item_end: IntArray
@@ -41,10 +44,7 @@ class Core:
     def load(self, choice: IntArray) -> FloatArray:
         """Use per row, shape (rows,)."""
         amount = self.values[self.item_offset + choice[self.item_node]]
-        size = self.capacity.size + 1
-        change = np.bincount(self.item_start, amount, size)
-        change -= np.bincount(self.item_end, amount, size)
-        return np.cumsum(change)[:-1]
+        return spread(self.item_start, self.item_end, amount, self.capacity.size)
 
     def fits(self, choice: IntArray) -> bool:
         slack = 1e-12 * np.maximum(1.0, self.capacity)
@@ -65,9 +65,13 @@ def make_core(
 ) -> Core:
     """Builds the flat form."""
     near: list[list[tuple[int, FloatArray]]] = [[] for _ in cost]
+    back: list[list[tuple[int, FloatArray]]] = [[] for _ in cost]
     for i, j, m in edges:
+        turned = np.transpose(m)
         near[i].append((j, m))
-        near[j].append((i, m.T))
+        back[i].append((j, turned))
+        back[j].append((i, m))
+        near[j].append((i, turned))
     flat = [
         (i, s, e, vector)
         for i, items in use.items()
@@ -78,6 +82,7 @@ def make_core(
         tuple(cost),
         tuple(edges),
         tuple(tuple(n) for n in near),
+        tuple(tuple(n) for n in back),
         np.array([f[0] for f in flat], dtype=np.int64),
         np.array([f[1] for f in flat], dtype=np.int64),
         np.array([f[2] for f in flat], dtype=np.int64),
@@ -148,7 +153,7 @@ def restrict(
     index[nodes] = np.arange(nodes.size)
     cost: list[FloatArray] = []
     edges: list[Edge] = []
-    for k, (v, domain) in enumerate(zip(nodes.tolist(), domains, strict=True)):
+    for k, (v, domain) in enumerate(zip(ints(nodes), domains, strict=True)):
         own = core.cost[v][domain]
         for j, m in core.near[v]:
             at = int(index[j])
@@ -159,15 +164,13 @@ def restrict(
         cost.append(own)
     inside = index[core.item_node] >= 0
     rest = np.where(inside, 0.0, core.values[core.item_offset + choice[core.item_node]])
-    size = core.capacity.size + 1
-    change = np.bincount(core.item_start, rest, size)
-    change -= np.bincount(core.item_end, rest, size)
+    held = spread(core.item_start, core.item_end, rest, core.capacity.size)
     use: dict[int, Items] = {}
     for q in np.flatnonzero(inside).tolist():
         at = int(index[core.item_node[q]])
         span = (int(core.item_start[q]), int(core.item_end[q]))
         use.setdefault(at, {})[span] = core.values[core.item_offset[q] + domains[at]]
-    items, rows = compress(use, core.capacity - np.cumsum(change)[:-1])
+    items, rows = compress(use, core.capacity - held)
     return make_core(cost, edges, items, rows.capacity)
 
 

@@ -20,6 +20,7 @@ from ortools.sat.python import cp_model
 from planner.search.intra.core import Core
 from planner.search.intra.problem import FloatArray, IntArray
 
+_LINEAR: Any = cp_model.LinearExpr  # its methods carry no types
 _PRECISION = 2.0**44  # largest scaled cost or use
 
 
@@ -59,7 +60,7 @@ class CpModel:
         self._objective: list[tuple[Any, int]] = []
         self._offset = 0
         self._added: set[int] = set()
-        cost = [c.copy() for c in core.cost]
+        cost = [np.array(c) for c in core.cost]
         for c in core.cost:
             literals = [self.model.new_bool_var("") for _ in range(c.size)]
             self.model.add_exactly_one(literals)
@@ -89,8 +90,8 @@ class CpModel:
         cost[j] = cost[j] + left
         table, row_of = np.unique(m, axis=0, return_inverse=True)
         table, col_of = np.unique(table, axis=1, return_inverse=True)
-        rows = self._groups(i, row_of.reshape(-1), table.shape[0])
-        cols = self._groups(j, col_of.reshape(-1), table.shape[1])
+        rows = self._groups(i, np.ravel(row_of), table.shape[0])
+        cols = self._groups(j, np.ravel(col_of), table.shape[1])
         if table.size == 1:
             return
         if not (table[np.isfinite(table)] > 0).any():
@@ -107,7 +108,7 @@ class CpModel:
             *zip(rows, row_sum, strict=True),
             *zip(cols, col_sum, strict=True),
         ]:
-            self.model.add(cp_model.LinearExpr.sum(pairs) == sum(group))
+            self.model.add(_LINEAR.sum(pairs) == sum(group))
 
     def _groups(self, i: int, of: IntArray, count: int) -> list[list[Any]]:
         groups: list[list[Any]] = [[] for _ in range(count)]
@@ -149,7 +150,7 @@ class CpModel:
         room = int(np.floor(core.capacity[t] * (1 + 1e-12) * self.use_scale))
         if self.use_scale != 1.0:
             room += 1
-        self.model.add(cp_model.LinearExpr.weighted_sum(literals, amounts) <= room)
+        self.model.add(_LINEAR.weighted_sum(literals, amounts) <= room)
 
     def add_violated(self, choice: IntArray, most: int = 40) -> bool:
         """Adds the rows that ``choice`` overflows, the worst of each stretch first."""
@@ -181,7 +182,7 @@ class CpModel:
         model = self.model
         variables = [v for v, _ in self._objective]
         weights = [w for _, w in self._objective]
-        objective = cp_model.LinearExpr.weighted_sum(variables, weights)
+        objective = _LINEAR.weighted_sum(variables, weights)
         model.minimize(objective)
         model.clear_hints()
         if hint is not None:
@@ -190,7 +191,7 @@ class CpModel:
                     model.add_hint(literal, p == k)
         solver = cp_model.CpSolver()
         solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
-        parameters = solver.parameters
+        parameters: Any = solver.parameters
         parameters.random_seed = seed
         if deterministic:  # one thread proves sooner than two that take turns
             parameters.max_deterministic_time = time_limit_s

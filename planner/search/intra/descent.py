@@ -30,7 +30,7 @@ from planner.search.intra.elimination import (
 )
 from planner.search.intra.exact import Progress
 from planner.search.intra.pricing import Pricer
-from planner.search.intra.problem import FloatArray, IntArray
+from planner.search.intra.problem import FloatArray, IntArray, ints
 from planner.search.intra.usage import Items
 
 _MOVE_TABLE = 3e4  # entries of one table of a move
@@ -81,7 +81,7 @@ class Descent:
         cost = self.pricer.price(choice)
         if cost >= self.best_cost or cost >= self.forbidden or not self.fits(choice):
             return False
-        self.best, self.best_cost = choice.copy(), cost
+        self.best, self.best_cost = np.array(choice), cost
         return True
 
     def fits(self, choice: IntArray) -> bool:
@@ -95,7 +95,7 @@ class Descent:
 
     def move(self, plan: Plan, theta: list[FloatArray], choice: IntArray) -> IntArray:
         """The exact minimiser over the plan's nodes, the held ones at ``choice``."""
-        out = choice.copy()
+        out = np.array(choice)
         held = held_theta(self.soft, plan, theta, choice)
         decode(plan, eliminate(self.soft, plan, held), out)
         self.clock.charge(_SECONDS_PER_NODE * self.core.count)
@@ -165,8 +165,8 @@ class Descent:
         return np.maximum(0.0, prices + _STEP * gap / self._length / unit * slope)
 
     def _raise(self, prices: FloatArray, choice: IntArray, share: float) -> FloatArray:
-        """Prices up where ``choice`` overflows: by ``share`` of the cost for a node that
-        lives throughout and uses the highest capacity."""
+        """Prices up where ``choice`` overflows: by ``share`` of the cost for a node
+        that lives throughout and uses the highest capacity."""
         over = np.maximum(self.core.load(choice) - self.core.capacity, 0.0)
         scale = abs(self.best_cost) if self.best is not None else abs(self.bound)
         unit = float(self.core.capacity.max()) * max(float(over.sum()), 1e-300)
@@ -244,7 +244,7 @@ def _soften(core: Core) -> Core:
     """Infinite costs become large ones, so that moves can leave forbidden pairs."""
     large = 2 * _forbidden(core)
     use: dict[int, Items] = {}
-    for q, v in enumerate(core.item_node.tolist()):
+    for q, v in enumerate(ints(core.item_node)):
         at = int(core.item_offset[q])
         span = (int(core.item_start[q]), int(core.item_end[q]))
         use.setdefault(v, {})[span] = core.values[at : at + core.cost[v].size]

@@ -136,18 +136,18 @@ def eliminate(core: Core, plan: Plan, theta: Sequence[FloatArray]) -> Tables:
             axis = {j: a for a, j in enumerate(scope)}
             here = position[v]
             width = len(scope) + 1
-            for j, m in core.near[v]:
+            for j, m in core.back[v]:
                 if position.get(j, -1) > here:
                     shape = [1] * width
-                    shape[axis[j]], shape[-1] = m.shape[1], m.shape[0]
-                    table = table + m.T.reshape(shape)
+                    shape[axis[j]], shape[-1] = m.shape
+                    table = table + np.reshape(m, shape)
             for others, message in inbox.pop(v, ()):
                 shape = [1] * width
                 shape[-1] = message.shape[-1]
                 for j, length in zip(others, message.shape, strict=False):
                     shape[axis[j]] = length
-                table = table + message.reshape(shape)
-            least = table.min(axis=-1)
+                table = table + np.reshape(message, shape)
+            least: FloatArray = table.min(axis=-1)
             inbox.setdefault(scope[-1], []).append((scope[:-1], least))
         else:
             for _, message in inbox.pop(v, ()):

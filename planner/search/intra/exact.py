@@ -17,7 +17,7 @@ import numpy as np
 from planner.search.intra.core import Core
 from planner.search.intra.elimination import Plan, Tables, decode, eliminate
 from planner.search.intra.pricing import Pricer
-from planner.search.intra.problem import FloatArray, IntArray
+from planner.search.intra.problem import FloatArray, IntArray, ints
 from planner.search.intra.usage import Infeasible
 
 _TOLERANCE = 1e-12
@@ -59,7 +59,7 @@ def lagrange(core: Core, plan: Plan, most: int = 25) -> Progress:
         if core.fits(choice):
             cost = pricer.price(choice)
             if cost < state.cost:
-                state.choice, state.cost = choice.copy(), cost
+                state.choice, state.cost = np.array(choice), cost
         if state.closed:
             break
         slope = np.where((prices > 0) | (over > 0), over, 0.0)
@@ -106,7 +106,7 @@ class _Enumeration:
         self.choice = np.zeros(core.count, dtype=np.int64)
         self.limit = core.capacity + 1e-12 * np.maximum(1.0, core.capacity)
         self.use: list[FloatArray | None] = [None] * core.count
-        for q, v in enumerate(core.item_node.tolist()):
+        for q, v in enumerate(ints(core.item_node)):
             size, at = core.cost[v].size, int(core.item_offset[q])
             table = self.use[v]
             if table is None:
@@ -120,7 +120,7 @@ class _Enumeration:
         if depth == len(self.order):
             cost = self.pricer.price(self.choice)
             if cost < state.cost:
-                state.choice, state.cost = self.choice.copy(), cost
+                state.choice, state.cost = np.array(self.choice), cost
             return True
         v = self.order[depth]
         row = self.tables.bucket[v][tuple([self.choice[j] for j in self.scope[v]])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from planner.search.intra.core import Core
@@ -40,7 +42,7 @@ class Pricer:
         )
         priced = self._cost + charge
         offset = self._offset.tolist()
-        return [priced[a:b] for a, b in zip(offset[:-1], offset[1:], strict=True)]
+        return [priced[a:b] for a, b in itertools.pairwise(offset)]
 
     def price(self, choice: IntArray) -> float:
         """Node and edge costs of ``choice`` without prices."""

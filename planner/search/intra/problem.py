@@ -70,7 +70,7 @@ class Problem:
         if intervals is None:
             live = np.tile(np.array([[0, 1]], dtype=np.int64), (len(nodes), 1))
         else:
-            live = np.asarray(intervals, dtype=np.int64).reshape(-1, 2)
+            live = np.reshape(np.asarray(intervals, dtype=np.int64), (-1, 2))
         pairs = tuple(
             (int(i), int(j), np.asarray(m, dtype=np.float64)) for i, j, m in edges
         )

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from planner.search.intra.problem import FloatArray, IntArray, Problem
+from planner.search.intra.problem import FloatArray, IntArray, Problem, ints
 from planner.search.intra.usage import Infeasible, Items, Rows, compress, merge_items
 
 # ("keep", node, kept) | ("fold", node, into, map) | ("fix", node)
@@ -62,7 +62,7 @@ class Graph:
         old = self.adj[i].get(j)
         new = m if old is None else old + m
         self.adj[i][j] = new
-        self.adj[j][i] = new.T
+        self.adj[j][i] = np.transpose(new)
 
     def _part(self, i: int, j: int) -> None:
         del self.adj[i][j]
@@ -78,7 +78,7 @@ class Graph:
         for j in self.adj[i]:
             m = self.adj[i][j][kept]
             self.adj[i][j] = m
-            self.adj[j][i] = m.T
+            self.adj[j][i] = np.transpose(m)
             self._push(j)
         if i in self.use:
             self.use[i] = {span: v[kept] for span, v in self.use[i].items()}
@@ -167,12 +167,13 @@ class Graph:
             elif self.cost[j].size > 1 and finite.sum(axis=1).max() <= 1:
                 into, gone = i, j
                 if finite.sum(axis=0).max() <= 1 and self._smaller(i, j):
-                    into, gone, finite = j, i, finite.T
-                if not finite.any(axis=1).all():
-                    self.keep(into, np.flatnonzero(finite.any(axis=1)))
+                    into, gone, finite = j, i, np.transpose(finite)
+                supported = np.flatnonzero(np.sum(finite, axis=1))
+                if supported.size < finite.shape[0]:
+                    self.keep(into, supported)
                     self._push(i)
                     return
-                self._fold(gone, into, finite.argmax(axis=1))
+                self._fold(gone, into, np.argmax(finite, axis=1))
                 if gone == i:
                     return
 
@@ -195,10 +196,10 @@ class Graph:
         owner, chosen = self._compose()
         spans = self.problem.intervals
         times, index = np.unique(spans, return_inverse=True)
-        index = index.reshape(spans.shape)
+        starts, ends = ints(np.ravel(index)[::2]), ints(np.ravel(index)[1::2])
         base = np.zeros(times.size + 1)
         raw: dict[int, Items] = {}
-        for v, (s, e) in enumerate(index.tolist()):
+        for v, (s, e) in enumerate(zip(starts, ends, strict=True)):
             if e <= s:
                 continue
             vector = self.problem.usages[v][chosen[v]]
@@ -267,9 +268,9 @@ class Graph:
             for level in own_rows(self.use[i], size)[1]:
                 able &= level[:, None] <= level[None, :]
         np.fill_diagonal(able, False)
-        mutual = able & able.T
+        mutual = able & np.transpose(able)
         able &= ~(mutual & (kept[:, None] > kept[None, :]))
-        return np.flatnonzero(~able.any(axis=0))
+        return np.flatnonzero(np.sum(able, axis=0) == 0)
 
     def eliminate(self, limit: int = 2) -> bool:
         """Minimises out nodes with no use and at most ``limit`` neighbours."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.intra.problem import BoolArray, FloatArray, IntArray
+from planner.search.intra.problem import BoolArray, FloatArray, IntArray, ints
 
 Items = dict[tuple[int, int], FloatArray]
 
@@ -60,17 +60,17 @@ def compress(
     ends = np.array([f[2] for f in flat], dtype=np.int64)
     low = np.array([f[3].min() for f in flat], dtype=np.float64)
     high = np.array([f[3].max() for f in flat], dtype=np.float64)
-    room = capacity - _load(starts, ends, low, size)
+    room = capacity - spread(starts, ends, low, size)
     slack = 1e-12 * np.maximum(1.0, np.abs(capacity))
     if (room < -slack).any():
         raise Infeasible
     room = np.maximum(room, 0.0)
     moving = high > low
-    spread = _load(starts[moving], ends[moving], (high - low)[moving], size)
-    kept = _binding_rows(starts[moving], ends[moving], room, spread > room + slack)
+    reach = spread(starts[moving], ends[moving], (high - low)[moving], size)
+    kept = _binding_rows(starts[moving], ends[moving], room, reach > room + slack)
     position = np.concatenate([[0], np.cumsum(kept)])
     out: dict[int, Items] = {}
-    for k in np.flatnonzero(moving).tolist():
+    for k in ints(np.flatnonzero(moving)):
         node, s, e, vector = flat[k]
         span = (int(position[s]), int(position[e]))
         if span[1] > span[0]:
@@ -78,11 +78,12 @@ def compress(
     return out, Rows(room[kept])
 
 
-def _load(
+def spread(
     starts: IntArray, ends: IntArray, amount: FloatArray, size: int
 ) -> FloatArray:
-    change = np.bincount(starts, amount, size + 1)
-    change = change - np.bincount(ends, amount, size + 1)
+    """The sum per row, shape (size,), of amounts over half-open ranges of rows."""
+    change: FloatArray = np.bincount(starts, amount, size + 1).astype(np.float64)
+    change -= np.bincount(ends, amount, size + 1)
     return np.cumsum(change)[:size]
 
 

@@ -78,7 +78,7 @@ def core_from(problem: Problem) -> Core:
     return core_of(graph)[0]
 
 
-# -- evaluation --------------------------------------------------------------------
+# -- evaluation ----------------------------------------------------------------
 
 
 def test_evaluation_counts_half_open_intervals() -> None:
@@ -101,7 +101,7 @@ def test_evaluation_refuses_forbidden_pairs_and_ignores_empty_intervals() -> Non
         evaluate(problem, np.array([0]))
 
 
-# -- reductions, one by one ----------------------------------------------------------
+# -- reductions, one by one ----------------------------------------------------
 
 
 def alive(graph: Graph) -> list[int]:
@@ -237,7 +237,7 @@ def test_rows_that_cannot_bind_are_dropped() -> None:
         compress(use, np.array([0.5, 4.0, 4.0, 4.0]))
 
 
-# -- cores -----------------------------------------------------------------------------
+# -- cores ---------------------------------------------------------------------
 
 
 def test_components_and_restriction() -> None:
@@ -260,7 +260,7 @@ def test_components_and_restriction() -> None:
     assert part.capacity.tolist() == [0.0]  # 12 - 2 - 9 = 1, the least of node 1
 
 
-# -- bounds and searches -----------------------------------------------------------------
+# -- bounds and searches -------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -406,7 +406,7 @@ def test_moves_hold_what_does_not_fit_the_table() -> None:
         x = y
 
 
-# -- the interface -------------------------------------------------------------------------
+# -- the interface -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -462,13 +462,13 @@ def test_no_nodes_is_solved() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (dict(costs=[[1.0], []]), "node 1"),
-        (dict(costs=[[1.0, np.nan]]), "not a number"),
-        (dict(costs=[[1.0]], usages=[[1.0, 2.0]]), "as many usages"),
-        (dict(costs=[[1.0]], edges=[(0, 1, [[1.0]])]), "does not exist"),
-        (dict(costs=[[1.0], [1.0]], edges=[(0, 1, [[1.0, 2.0]])]), "wrong shape"),
-        (dict(costs=[[1.0]], usages=[], intervals=[]), "different numbers"),
-        (dict(costs=[[1.0]], usage_limit=np.nan), "usage_limit"),
+        ({"costs": [[1.0], []]}, "node 1"),
+        ({"costs": [[1.0, np.nan]]}, "not a number"),
+        ({"costs": [[1.0]], "usages": [[1.0, 2.0]]}, "as many usages"),
+        ({"costs": [[1.0]], "edges": [(0, 1, [[1.0]])]}, "does not exist"),
+        ({"costs": [[1.0], [1.0]], "edges": [(0, 1, [[1.0, 2.0]])]}, "wrong shape"),
+        ({"costs": [[1.0]], "usages": [], "intervals": []}, "different numbers"),
+        ({"costs": [[1.0]], "usage_limit": np.nan}, "usage_limit"),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, object], text: str) -> None:
@@ -476,7 +476,7 @@ def test_mistakes_are_named(arguments: dict[str, object], text: str) -> None:
         Problem.make(**arguments)  # type: ignore[arg-type]
 
 
-# -- the public format ---------------------------------------------------------------------
+# -- the public format ---------------------------------------------------------
 
 
 def test_the_formats_example(capsys: pytest.CaptureFixture[str]) -> None:
