@@ -57,7 +57,7 @@ def validate(
     import json
 
     from planner.plan import load_document, write_atomic
-    from planner.runtime.validate import validate as run
+    from planner.runtime.validate import run
 
     if steps < 1:
         raise PlannerError("steps must be at least 1", steps)
