@@ -1,20 +1,24 @@
-"""What autograd keeps from the forward for the backward.
+"""What autograd keeps from the forward for the backward, op by op.
 
-The traced graph is run once on meta tensors under saved-tensor hooks. A kept tensor is
-identified by its storage: a view of a parameter, buffer or input costs nothing, an
-activation that several ops keep counts at the first of them, and what only autograd
-sees (row statistics, dropout masks, log-softmax) becomes a tensor of kind SAVED.
+The traced graph is run once on meta tensors under saved-tensor hooks
+(:func:`saved_tensors`); kernels that keep something else on CUDA stand in for their
+ops (:mod:`passes.saved_kernels`). A kept tensor is identified by its storage, and a
+storage counts once, in full, however many ops keep it or views of it:
 
-Where CPU and CUDA kernels differ the CUDA ones count: a fused attention keeps its
-operands, its output and one FP32 log-sum-exp per row, never the scores, and dropout
-keeps a mask of bools.
+* storages of parameters, buffers and inputs cost nothing (they live anyway);
+* the first op that keeps a whole activation owns it; if several layers of a list keep
+  it (rotary angles), its producer does, so that the layers stay equal;
+* where only views are kept, each view counts at the first op that keeps it if the
+  views together fill the storage (the thirds of a fused QKV product); otherwise the
+  storage lives as a whole because of a part of it, and its producer owns it;
+* what only autograd sees (row statistics, masks, log-softmax) is a tensor of kind
+  SAVED of the op that keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,39 +26,45 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from passes.ir import Axis, Op, Operand, OpGraph, OpKind, Tensor, TensorKind
-from passes.lower import PROBE, SECOND_PROBE, with_batch
+from passes.ir import DTYPE_BYTES, Op, Operand, OpGraph, Tensor, TensorKind
+from passes.lower import PROBE, with_batch
+from passes.saved_axes import rates_of, saved_axes
+from passes.saved_kernels import KERNELS
 from passes.traced import TracedModel
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor that a node keeps. ``name`` is the graph's where it has one."""
+    """One tensor that ``node`` keeps and owns; sizes in elements and bytes.
+
+    ``name``: the graph's tensor (a node's name), "" for one that only autograd sees.
+    """
 
     node: str
-    name: str | None
+    name: str
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def known(self) -> bool:
-        return self.name is not None
+    nbytes: int
 
 
-class _Opaque(torch.autograd.Function):
-    """Stands for a kernel whose kept tensors are stated, not observed."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that autograd packed while ``node`` ran."""
 
-    @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], *tensors: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tensors[0].new_empty(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("the recorded graph is never run backward")
+    node: str
+    module: str
+    tensor: torch.Tensor
+    names: tuple[tuple[str, torch.Tensor], ...]  # graph tensors on the same storage
 
 
-_ATTENTION = "aten.scaled_dot_product_attention"
-_DROPOUT = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout")
+@dataclass(slots=True)
+class _Storage:
+    """One storage: who made it and every tensor on it that was packed."""
+
+    nbytes: int
+    free: bool = False  # a parameter, buffer or input
+    producer: tuple[str, str, torch.Tensor] | None = None  # node, tensor name, value
+    kept: list[_Kept] = field(default_factory=list[_Kept])
 
 
 class _Recorder(fx.Interpreter):
@@ -62,108 +72,146 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.names: dict[int, str | None] = {}  # storage to its first tensor's name
-        self.kept: list[SavedTensor] = []
-        self.counted: set[tuple[int, int, int]] = set()
+        self.storages: dict[int, _Storage] = {}
         self.alive: list[Any] = []  # a freed storage's address could come back
-        self.found: list[torch.Tensor] = []
+        self.packed: list[torch.Tensor] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.found.append(tensor)
+        self.packed.append(tensor)
         return tensor
 
     def run_node(self, n: fx.Node) -> Any:
-        self.found = []
+        self.packed = []
         quiet = bool(n.meta.get("no_grad", False))
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda t: t)
         with torch.set_grad_enabled(not quiet), hooks:
-            value = self._run(n)
+            value = self._compute(n)
         self._note(n, value)
         return value
 
-    def _run(self, n: fx.Node) -> Any:
-        target = str(n.target)
-        if n.op == "call_function" and target.startswith((_ATTENTION, *_DROPOUT)):
-            args, _ = self.fetch_args_kwargs_from_env(n)
-            tensors = [a for a in pytree.tree_leaves(args) if _is_tensor(a)]
-            wants = any(t.requires_grad for t in tensors)
-            shape = tuple(n.meta["val"].shape)
-            out = _Opaque.apply(shape, *tensors)
-            if wants and torch.is_grad_enabled():
-                self._stated(n, target, args, tensors, out)
-            return out
+    def _compute(self, n: fx.Node) -> Any:
+        name = str(getattr(n.target, "_name", None) or n.target)
+        stand_in = KERNELS.get(name.replace("::", "."), KERNELS.get(str(n.target)))
+        if n.op == "call_function" and stand_in is not None:
+            return stand_in(n, *self.fetch_args_kwargs_from_env(n))
         return super().run_node(n)
 
-    def _stated(
-        self, n: fx.Node, target: str, args: Any, tensors: list[Any], out: Any
-    ) -> None:
-        if target.startswith(_ATTENTION):
-            self.found = [*tensors, out, out.new_empty(out.shape[:-1]).float()]
-        elif _probability(args) > 0 and bool(args[2] if len(args) > 2 else True):
-            self.found = [torch.empty(out.shape, dtype=torch.bool, device="meta")]
-
     def _note(self, n: fx.Node, value: Any) -> None:
-        named = n.op in ("get_attr", "placeholder")
-        for item in pytree.tree_leaves(value):
-            if _is_tensor(item):
-                self.alive.append(item)
-                key = _storage(item)
-                self.names.setdefault(key, None if named else n.name)
-        for tensor in self.found:
-            self.alive.append(tensor)
-            key = _storage(tensor)
-            if key in self.names and self.names[key] is None:
-                continue  # a parameter, buffer or input
-            whole = (key, 0, -1)
-            part = (key, int(tensor.storage_offset()), tensor.numel())
-            full = tensor.numel() * tensor.element_size()
-            complete = full >= tensor.untyped_storage().nbytes()
-            if whole in self.counted or part in self.counted:
-                continue
-            self.counted.add(whole if complete else part)
-            name = self._name_of(n, tensor, value)
-            self.kept.append(
-                SavedTensor(
-                    n.name,
-                    name,
-                    tuple(tensor.shape),
-                    str(tensor.dtype).removeprefix("torch."),
-                )
-            )
+        if n.op == "output":
+            return
+        leaf = n.op in ("get_attr", "placeholder")
+        made = list(_named(n, value))
+        for name, item in made:
+            storage = self._storage(item)
+            storage.free = storage.free or leaf
+            if storage.producer is None:
+                storage.producer = (n.name, name, item)
+        seen = [pair for s in n.all_input_nodes for pair in _named(s, self.env[s])]
+        for tensor in self.packed:
+            storage = self._storage(tensor)
+            same = tuple(p for p in seen + made if _key(p[1]) == _key(tensor))
+            path = str(n.meta.get("module_path", ""))
+            storage.kept.append(_Kept(n.name, path, tensor, same))
 
-    def _name_of(self, n: fx.Node, tensor: torch.Tensor, value: Any) -> str | None:
-        """The node, among this one and its operands, whose value this is."""
-        for node in n.all_input_nodes:
-            if _same(self.env.get(node), tensor):
-                return node.name
-        return n.name if _same(value, tensor) else None
+    def _storage(self, tensor: torch.Tensor) -> _Storage:
+        self.alive.append(tensor)
+        size = tensor.untyped_storage().nbytes()
+        return self.storages.setdefault(_key(tensor), _Storage(size))
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _key(tensor: torch.Tensor) -> int:
+    reference: Any = StorageWeakRef(tensor.untyped_storage())
+    return int(reference.cdata)
 
 
-def _same(held: Any, tensor: torch.Tensor) -> bool:
-    return (
-        _is_tensor(held)
-        and _storage(held) == _storage(tensor)
-        and held.numel() == tensor.numel()
-        and held.storage_offset() == tensor.storage_offset()
-    )
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+def _named(node: fx.Node, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a node's value under the names that lowering gives them."""
+    if isinstance(value, torch.Tensor):
+        yield node.name, value
+    elif isinstance(value, list | tuple):
+        users = {
+            u.args[1]: u.name
+            for u in node.users
+            if len(u.args) > 1 and isinstance(u.args[1], int)
+        }
+        for index, item in enumerate(pytree.tree_leaves(value)):
+            if isinstance(item, torch.Tensor):
+                yield users.get(index, f"{node.name}.{index}"), item
 
 
-def _probability(args: Any) -> float:
-    return float(args[1]) if len(args) > 1 else 0.5
+def _owned(storage: _Storage) -> Iterator[SavedTensor]:
+    """How one kept storage is attributed: the rules of this module's docstring."""
+    first = storage.kept[0]
+    if storage.producer is not None and _shared(storage):
+        node, name, tensor = storage.producer
+        if _bytes(tensor) == storage.nbytes:
+            yield _record(node, name, tensor)
+            return
+    for name, tensor in first.names:
+        if _bytes(tensor) == storage.nbytes:
+            yield _record(first.node, name, tensor)
+            return
+    if storage.producer is None:
+        yield _extra(first, storage.nbytes)
+        return
+    parts: dict[tuple[Any, ...], tuple[str, str, torch.Tensor]] = {}
+    for kept in storage.kept:
+        for name, tensor in kept.names:
+            if _same_view(tensor, kept.tensor):
+                region = (tensor.storage_offset(), tensor.numel())
+                parts.setdefault(region, (kept.node, name, tensor))
+                break
+    if sum(_bytes(t) for _, _, t in parts.values()) == storage.nbytes:
+        yield from (_record(*part) for part in parts.values())
+        return
+    node, name, tensor = storage.producer
+    if _bytes(tensor) == storage.nbytes:
+        yield _record(node, name, tensor)
+    else:
+        yield _extra(first, storage.nbytes)
+
+
+def _shared(storage: _Storage) -> bool:
+    """Whether several elements of a list of layers keep it."""
+    first = storage.kept[0].module.split(".")
+    for kept in storage.kept[1:]:
+        pairs = zip(first, kept.module.split("."), strict=False)
+        one, other = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        if one.isdigit() and other.isdigit():
+            return True
+    return False
+
+
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.numel(), int(a.storage_offset())) == (b.numel(), int(b.storage_offset()))
+
+
+def _record(node: str, name: str, tensor: torch.Tensor) -> SavedTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return SavedTensor(node, name, tuple(tensor.shape), dtype, _bytes(tensor))
+
+
+def _extra(kept: _Kept, nbytes: int) -> SavedTensor:
+    """A storage without a name in the graph, shaped as the kept tensor if that fills
+    it."""
+    tensor = kept.tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if _bytes(tensor) == nbytes:
+        return SavedTensor(kept.node, "", tuple(tensor.shape), dtype, nbytes)
+    count = nbytes // tensor.element_size()
+    return SavedTensor(kept.node, "", (count,), dtype, nbytes)
 
 
 def saved_tensors(module: fx.GraphModule) -> tuple[SavedTensor, ...]:
-    """What each node keeps, in graph order; parameters and inputs left out.
+    """What each node keeps, in graph order; parameters, buffers and inputs left out.
 
-    ``module``: a traced graph with ``meta["val"]`` on every node.
+    ``module``: a traced graph (:class:`passes.traced.TracedModel`) with concrete
+    ``meta["val"]`` on every node and parameters on the meta device. Bytes are those
+    that autograd keeps on CUDA for the graph's batch on one device.
     """
     inputs = [
         _on_meta(node.meta.get("val"))
@@ -171,7 +219,14 @@ def saved_tensors(module: fx.GraphModule) -> tuple[SavedTensor, ...]:
     ]
     recorder = _Recorder(module)
     recorder.run(*inputs)
-    return tuple(recorder.kept)
+    order = {node.name: i for i, node in enumerate(module.graph.nodes)}
+    found = [
+        item
+        for storage in recorder.storages.values()
+        if storage.kept and not storage.free and storage.nbytes
+        for item in _owned(storage)
+    ]
+    return tuple(sorted(found, key=lambda s: order[s.node]))
 
 
 def _on_meta(value: Any) -> Any:
@@ -180,111 +235,103 @@ def _on_meta(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
+# --- on the operator graph ------------------------------------------------------------
+
+
 def annotate_saved(graph: OpGraph, traced: TracedModel) -> OpGraph:
-    """``graph``, as lowered from ``traced``, with ``Op.saved`` filled in."""
+    """``graph``, as lowered from ``traced``, with ``Op.saved`` filled in.
+
+    Bytes are exact at the graph's batch and rescale with :func:`with_batch` in
+    proportion. That is exact but for one sample, where torch makes views of what it
+    copies for more (the reshape before a batched product): a graph read at one sample
+    then counts what those views hold, up to 2 % of an unfused attention layer. A
+    graph for inference keeps nothing and is returned as it is.
+    """
     if not traced.training:
         return graph
-    scales = any(t.per_sample for t in graph.tensors)
-    if graph.batch != PROBE and scales:
-        # one sample's axes look like broadcasts: read the shapes at another batch
-        probed = annotate_saved(with_batch(graph, PROBE), traced)
-        return with_batch(probed, graph.batch)
-    here = saved_tensors(traced.at_batch(graph.batch))
-    there = saved_tensors(traced.at_batch(SECOND_PROBE)) if scales else here
-    by_node: dict[str, list[tuple[SavedTensor, tuple[int, ...]]]] = {}
-    for item, rates in zip(here, _rates(here, there, graph.batch), strict=True):
-        by_node.setdefault(item.node, []).append((item, rates))
-    known = {t.name for t in graph.tensors}
+    here = _by_node(traced, graph.batch)
+    if graph.batch == PROBE or not any(t.per_sample for t in graph.tensors):
+        return _annotated(graph, here, {})
+    # one sample's axes look like broadcasts: maps are read at another batch
+    probe = with_batch(graph, PROBE)
+    there = _by_node(traced, PROBE)
+    alike = {
+        op.name: saved_operands(op, there[op.name])
+        for op in probe.ops
+        if op.name in there and _alike(here.get(op.name, []), there[op.name])
+    }
+    return _annotated(graph, here, alike)
+
+
+Operands = tuple[tuple[Operand, ...], tuple[Tensor, ...]]
+
+
+def _by_node(traced: TracedModel, batch: int) -> dict[str, list[SavedTensor]]:
+    found: dict[str, list[SavedTensor]] = {}
+    for item in saved_tensors(traced.at_batch(batch)):
+        found.setdefault(item.node, []).append(item)
+    return found
+
+
+def _alike(here: list[SavedTensor], there: list[SavedTensor]) -> bool:
+    """The same tensors at two batches."""
+
+    def form(items: list[SavedTensor]) -> list[tuple[str, str, int]]:
+        return [(i.name, i.dtype, len(i.shape)) for i in items]
+
+    return form(here) == form(there)
+
+
+def _annotated(
+    graph: OpGraph, saved: Mapping[str, list[SavedTensor]], alike: dict[str, Operands]
+) -> OpGraph:
+    """``saved`` attached to its ops, with axis maps from ``alike`` where there."""
     tensors: list[Tensor] = list(graph.tensors)
     ops: list[Op] = []
     for op in graph.ops:
-        saved: list[Operand] = []
-        for number, (item, rates) in enumerate(by_node.get(op.name, ())):
-            operand = _known_operand(op, item) if item.name in known else None
-            if operand is None:
-                name = f"{op.name}.saved{number}"
-                kept = Tensor(name, item.shape, item.dtype, TensorKind.SAVED)
-                tensors.append(replace(kept, per_sample=rates))
-                operand = Operand(name, _axes(graph, op, item.shape))
-            saved.append(operand)
-        ops.append(replace(op, saved=tuple(saved)) if saved else op)
+        items = saved.get(op.name, [])
+        operands, extras = alike.get(op.name) or saved_operands(op, items)
+        shapes = [i.shape for i in items if i.name not in _operand_names(op)]
+        for extra, shape in zip(extras, shapes, strict=True):
+            flat = extra.dtype == "uint8" and len(shape) != len(extra.shape)
+            tensors.append(extra if flat else replace(extra, shape=shape))
+        ops.append(replace(op, saved=operands) if operands else op)
     return replace(graph, ops=tuple(ops), tensors=tuple(tensors))
 
 
-def _rates(
-    here: Sequence[SavedTensor], there: Sequence[SavedTensor], batch: int
-) -> list[tuple[int, ...]]:
-    """Size per sample of each axis of what is kept at two batches."""
-    assert [s.node for s in here] == [s.node for s in there], "one structure"
-    result: list[tuple[int, ...]] = []
-    for one, two in zip(here, there, strict=True):
-        rates = tuple(
-            0 if a == b else a // batch
-            for a, b in zip(one.shape, two.shape, strict=True)
-        )
-        result.append(rates if any(rates) else ())
-    return result
+def _operand_names(op: Op) -> set[str]:
+    return {o.tensor for o in op.space.inputs + op.space.outputs}
 
 
-def _known_operand(op: Op, item: SavedTensor) -> Operand | None:
-    operands = op.space.inputs + op.space.outputs
-    return next((o for o in operands if o.tensor == item.name), None)
+def saved_operands(
+    op: Op, saved: Iterable[SavedTensor]
+) -> tuple[tuple[Operand, ...], tuple[Tensor, ...]]:
+    """How the op's loop dims index what it keeps, and a record for each new tensor.
 
-
-def _axes(graph: OpGraph, op: Op, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    """How the op's dims index a kept tensor: as the operand that it resembles most."""
-    best: tuple[Axis, ...] = tuple(Axis() for _ in shape)
-    most = 0
-    for operand in op.space.outputs + op.space.inputs:
-        axes = _like(op, operand, graph.tensor(operand.tensor).shape, shape)
-        score = sum(len(a.dims) for a in axes)
-        if score > most:
-            best, most = axes, score
-    return best
-
-
-def _like(
-    op: Op, operand: Operand, source: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[Axis, ...]:
-    """Axes of ``shape`` where its axes are those of ``source``, alone or merged."""
-    size = {d.name: d.size for d in op.space.dims}
-    axes: list[Axis] = []
-    at = 0
-    for length in shape:
-        start, total = at, 1
-        while at < len(source) and total < length:
-            total *= source[at]
-            at += 1
-        merged = operand.axes[start:at]
-        dims = tuple(d for a in merged for d in a.dims)
-        plain = not any(a.window or a.parts for a in merged)
-        full = prod(size[d] for d in dims) == total == length > 1
-        axes.append(Axis(dims) if plain and full else Axis())
-        if total > length:
-            at = start + 1
-    return tuple(axes)
+    A tensor that is an operand keeps its axes; others get theirs by kind and shape
+    (:func:`passes.saved_axes.saved_axes`).
+    """
+    known: Mapping[str, Operand] = {
+        o.tensor: o for o in op.space.inputs + op.space.outputs
+    }
+    operands: list[Operand] = []
+    extras: list[Tensor] = []
+    for item in saved:
+        if item.name in known:
+            operands.append(known[item.name])
+            continue
+        name = f"{op.name}.saved{len(operands)}"
+        shape, dtype = item.shape, item.dtype
+        if dtype not in DTYPE_BYTES:
+            shape, dtype = (item.nbytes,), "uint8"
+        operand = Operand(name, saved_axes(op, shape))
+        record = Tensor(name, shape, dtype, TensorKind.SAVED)
+        extras.append(replace(record, per_sample=rates_of(op, operand, shape)))
+        operands.append(operand)
+    return tuple(operands), tuple(extras)
 
 
 def saved_bytes(graph: OpGraph, ops: Iterable[Op] | None = None) -> int:
     """Bytes kept by ``ops`` (default: all) for one micro-batch on one device."""
     chosen = graph.ops if ops is None else ops
     return sum(graph.tensor(s.tensor).nbytes for op in chosen for s in op.saved)
-
-
-def block_working_set(graph: OpGraph, start: int, stop: int) -> int:
-    """Peak bytes while ``ops[start:stop]`` run forward again and then backward.
-
-    All that they keep, plus the largest pair of gradients in flight (of an op's
-    outputs and of its inputs).
-    """
-    ops = graph.ops[start:stop]
-    flowing = 0
-    for op in ops:
-        if op.kind is OpKind.VIEW:
-            continue
-        made = sum(graph.tensor(t).nbytes for t in op.outputs)
-        passed = sum(
-            graph.tensor(t).nbytes for t in op.inputs if graph.tensor(t).requires_grad
-        )
-        flowing = max(flowing, made + passed)
-    return saved_bytes(graph, ops) + flowing
