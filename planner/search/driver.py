@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
+from time import monotonic
 
 from cost_models.memory import OPTIMIZER_STATE_BYTES, RECIPES, ParameterGroup
 from passes.ir import OpKind
@@ -389,6 +390,7 @@ class Search:
         A shape's bound is refined when it comes to the front: first the floor, then
         the bound of its block solutions, then it is solved.
         """
+        self._started = monotonic()  # for the progress line only
         with stopping() as stop:
             return self._run(stop)
 
@@ -428,7 +430,7 @@ class Search:
                 else:
                     heappush(queue, (max(bound, refined), number, 2, c))
                 continue
-            self._report(solved, best, bound)
+            self._report(solved, best, bound, c, queue)
             priced = self.solve(c)
             if priced is None:
                 infeasible += 1
@@ -481,11 +483,30 @@ class Search:
         twins.add(key)
         return False
 
-    def _report(self, solved: int, best: Priced | None, bound: float) -> None:
+    def _report(
+        self,
+        solved: int,
+        best: Priced | None,
+        bound: float,
+        c: Configuration,
+        queue: list[tuple[float, int, int, Configuration]],
+    ) -> None:
+        """What is tried now, the best so far, the gap, and how long it may take."""
         if self.progress is None:
             return
-        shown = "none yet" if best is None else f"{best.terms.total_s:.3f} s"
-        self.progress(f"solved {solved} shapes, best {shown}, next bound {bound:.3f} s")
+        m = c.mesh
+        shape = f"tp{m.tp} pp{m.pp} dp{m.dp} zero{c.zero} mb{c.micro_batch}"
+        if best is None:
+            self.progress(f"no plan yet; trying {shape}")
+            return
+        now = best.terms.total_s
+        left = sum(1 for entry in queue if entry[0] < now) + 1
+        left = min(left, self.limits.solved - solved)
+        each = (monotonic() - self._started) / max(1, solved)
+        self.progress(
+            f"best {now:.3g} s, gap {1 - bound / now:.1%}, {left} shapes left "
+            f"({left * each:.0f} s): {shape}"
+        )
 
     # ---- failures --------------------------------------------------------------
 

@@ -20,10 +20,10 @@ from planner.search.interrupt import Stop, stopping
 def ctrl_c_after_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Search._report
 
-    def press(self: Search, solved: int, best: Any, bound: float) -> None:
+    def press(self: Search, solved: int, best: Any, *rest: Any) -> None:
         if best is not None:
             os.kill(os.getpid(), signal.SIGINT)
-        report(self, solved, best, bound)
+        report(self, solved, best, *rest)
 
     monkeypatch.setattr(Search, "_report", press)
 
@@ -72,3 +72,12 @@ def test_an_application_keeps_its_own_handler() -> None:
             assert signal.getsignal(signal.SIGINT) is own
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_progress_says_what_is_tried_and_how_far_it_is() -> None:
+    lines: list[str] = []
+    workload = planner.Training(global_batch=64)
+    planner.optimize("gpt2", "8xA100", workload, progress=lines.append)
+    shown = [x for x in lines if x.startswith("best ")]
+    assert shown
+    assert all("gap" in x and "shapes left" in x and len(x) <= 77 for x in shown)
