@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.plan.documents import Document, Plan
-from planner.plan.serving import ServingRecord
+from planner.plan.serving import PhaseRecord, ServingRecord
 from planner.plan.summary import (
     certificate_line,
     cluster_line,
@@ -21,7 +21,8 @@ CURVE_ROWS = 8
 def summary(document: Document) -> str:
     """The whole text, newline at the end. The document must have a serving part."""
     d, r, w = document, document.serving, document.workload
-    assert r is not None and w.kind == "inference"
+    assert r is not None
+    assert w.kind == "inference"
     lines = [
         row("model", f"{d.model.name}, {count(d.model.parameters)} parameters"),
         row("cluster", cluster_line(d)),
@@ -103,10 +104,7 @@ def _throughput(r: ServingRecord) -> str:
     return text
 
 
-def _phase(p: object) -> str:
-    from planner.plan.serving import PhaseRecord
-
-    assert isinstance(p, PhaseRecord)
+def _phase(p: PhaseRecord) -> str:
     total = max(p.stage_s, 1e-15)
     shares = sorted(p.parts.items(), key=lambda kv: -kv[1])
     shown = ", ".join(
