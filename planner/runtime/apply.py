@@ -76,7 +76,7 @@ def apply(
 
 
 def _default_device() -> str:
-    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
+    if torch.cuda.is_available() and "nccl" in str(dist.get_backend()):
         return f"cuda:{torch.cuda.current_device()}"
     return "cpu"
 

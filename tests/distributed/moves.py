@@ -74,3 +74,21 @@ def dies(name: str, plan_file: str, how: str) -> str:
     except planner.PlannerError as error:
         return str(error)
     return "finished"
+
+
+def run_code(code: str, folder: str, port: int) -> float:
+    """Runs a training loop as torchrun would; its last loss."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.chdir(folder)
+    torch.manual_seed(0)
+    model, make = MODELS["tiny_gpt"]()
+
+    def batches(data_rank: int, size: int) -> list[tuple[Tensor, ...]]:
+        return [make(size, seed + 10 * data_rank) for seed in range(2)]
+
+    space: dict[str, Any] = {
+        "model": model, "example_inputs": make(1, 0), "batches": batches
+    }  # fmt: skip
+    exec(code, space)
+    return float(space["loss"])
