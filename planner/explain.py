@@ -83,7 +83,13 @@ def render(sections: tuple[Section, ...]) -> str:
     blocks: list[str] = []
     for section in sections:
         body = [
-            textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+            textwrap.fill(
+                line,
+                WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+            )
             for line in section.lines
         ]
         blocks.append("\n".join([section.title, *body]))

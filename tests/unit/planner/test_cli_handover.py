@@ -12,14 +12,14 @@ from planner.plan import load_plan
 from planner.whatif import Base, gains, op_costs, op_story, resolve
 
 JOB = ("gpt2", "--cluster", "16xA100", "--global-batch", "64", "--seq-len", "512")
+PINS = ("--pin", "tp=4", "--pin", "pp=2", "--pin", "vpp=1", "--pin", "zero=1")
 
 
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tensor-parallel plan of GPT-2 over two nodes."""
     file = tmp_path_factory.mktemp("plans") / "plan.json"
-    pins = ("--pin", "tp=4", "--pin", "pp=2")
-    assert run(["optimize", *JOB, *pins, "-q", "-o", str(file)]) == 0
+    assert run(["optimize", *JOB, *PINS, "-q", "-o", str(file)]) == 0
     return file
 
 
@@ -78,7 +78,6 @@ def test_explain(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "1 GiB more memory per GPU" in text
     assert "10% more between nodes" in text
-    assert "What comes closest" in text
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
     assert run(["explain", str(plan_file), "--op", "layers.*/linear_2"]) == 0
@@ -142,7 +141,7 @@ def test_compare_to(
             }
         )
     )
-    command = ["optimize", *JOB, "-q", "--pin", "tp=4", "--pin", "pp=2"]
+    command = ["optimize", *JOB, "-q", *PINS]
     assert run([*command, "--compare-to", str(config)]) == 0
     out = capsys.readouterr()
     assert "x as fast" in out.out

@@ -54,3 +54,22 @@ def test_losses_and_mfu_make_the_whole_step() -> None:
     assert abs(sum(share for _, share in found) + plan.estimate.mfu - 1) < 1e-9
     shares = [share for _, share in found]
     assert shares == sorted(shares, reverse=True)
+
+
+def test_what_comes_closest_names_the_settings() -> None:
+    text = " ".join(_text(sample()).split())
+    assert (
+        "Closest in time: tp 2 -> 1, pp 2 -> 1, dp shard 4 -> 16, zero 1 -> 3, "
+        "micro batch size 2 -> 4;"
+    ) in text
+
+
+def test_low_utilisation_names_causes_with_their_cost() -> None:
+    plan = edited(sample(), "estimate/mfu", 0.2)
+    text = " ".join(_text(plan).split())
+    order = [what for what, _ in losses(plan)]
+    said = text.split("What eats the rest, in order: ")[1]
+    places = [said.index(what) for what in order]
+    assert places == sorted(places)
+    assert "pipeline bubble" in said
+    assert "(30 ms)" in said
