@@ -61,9 +61,10 @@ class Flow:
             if self.graph.tensor(n).kind is TensorKind.ACTIVATION
         ]
         out = self.graph.tensor(op.outputs[0])
-        plain = len(shapes) == 2 and shapes[0] == shapes[1] == out.shape
+        plain = len(shapes) == 2 and set(shapes) == {out.shape}
         known = getattr(self, "hidden", 0)
-        return plain and len(out.shape) <= 3 and (not known or out.shape[-1] == known)
+        width = out.shape[-1] if out.shape else 0
+        return plain and len(out.shape) <= 3 and known in (0, width)
 
     def activations(self, op: Op) -> tuple[str, ...]:
         kinds = (TensorKind.PARAMETER, TensorKind.BUFFER)

@@ -43,11 +43,13 @@ def explain(
             "the arrival rate is above what the cluster serves within the limits",
             f"{w.arrival_per_s:g} requests/s arrive, at most {rate:.3g} are served",
             f"about {int(gpus * needed) + 1} of these GPUs would do",
+            status="limit_unreachable",
         )
     return InfeasibleError(
         "no layout meets both latency limits at once",
         f"ttft {w.ttft_limit_s} s and tpot {w.tpot_limit_s} s",
         "relax one of them",
+        status="limit_unreachable",
     )
 
 
@@ -68,6 +70,7 @@ def _too_slow(server: Server, what: str, best: float, limit: float) -> Infeasibl
         f"{limit * 1e3:.4g} ms asked, {best * 1e3:.4g} ms is the least at any batch "
         f"({(best / limit - 1):.0%} over)",
         fix,
+        status="limit_unreachable",
     )
 
 
