@@ -76,9 +76,12 @@ def test_fields_of_a_row(rows):
     case = case_of(next(r for r in rows if r["id"] == "mlm-sc21-006"))
     shape = case.parallelism
     assert (shape.tp, shape.pp, shape.vpp, shape.data_parallel) == (8, 4, 3, 32)
-    assert shape.recompute == "full" and not shape.sequence_parallel
-    assert case.attention == "math" and case.stack == "megatron-2021"
-    assert case.spec.width == 10240 and case.spec.vocab == 51200
+    assert shape.recompute == "full"
+    assert not shape.sequence_parallel
+    assert case.attention == "math"
+    assert case.stack == "megatron-2021"
+    assert case.spec.width == 10240
+    assert case.spec.vocab == 51200
     assert case.measured_s == pytest.approx(16.0578)
 
 
@@ -115,8 +118,10 @@ def test_document_is_the_last_line_of_output(capsys, tmp_path, rows):
     accuracy.main(["--table", "train_llm", "--data", str(path)])
     out = capsys.readouterr().out.splitlines()
     document = json.loads(out[-1])
-    assert document["n"] == 0 and len(document["skipped"]) == 1
-    assert "memory" in document and "by_group" in document
+    assert document["n"] == 0
+    assert len(document["skipped"]) == 1
+    assert "memory" in document
+    assert "by_group" in document
 
 
 def test_plot_has_a_point_per_row():

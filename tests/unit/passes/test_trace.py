@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# pyright: reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOptionalSubscript=false, reportCallIssue=false
+
 import copy
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The block problem finds the optimum of what `measure` prices, and Megatron's split."""
+"""The block problem finds the optimum of what is priced; Megatron falls out of it."""
 
 from __future__ import annotations
 
