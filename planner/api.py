@@ -102,9 +102,7 @@ def optimize(
             memory_limit_bytes=memory_limit_bytes, progress=progress,
         )  # fmt: skip
     if im2col is not None:
-        given = workload or Training()
-        if isinstance(given, Training):
-            workload = dataclasses.replace(given, im2col=im2col)
+        workload = dataclasses.replace(workload or Training(), im2col=im2col)
     setup = _prepare(
         model, cluster, workload, memory_limit_bytes, example_inputs, strict,
         dump_passes, progress, _pinned_tensors(chosen),
@@ -246,8 +244,9 @@ def configuration_from(job: Job, plan: Document) -> Configuration:
     best, least = base, -1
     states = ("sequence",) if base.sequence_parallel else STATES
     for state in states if base.mesh.tp > 1 else ("replicated",):
-        splits = sorted({base.split_weights, False}, reverse=True)
-        for rate, split in product(RATES, splits):
+        for rate, split in product(
+            RATES, sorted({base.split_weights, False}, reverse=True)
+        ):
             c = replace(base, state=state, rate=rate, split_weights=split)
             if job.solutions(c) is None:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportArgumentType=false
+
 from typing import Any
 
 import pytest

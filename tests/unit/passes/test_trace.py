@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 # pyright: reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOptionalSubscript=false, reportCallIssue=false
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportAttributeAccessIssue=false
+
 import json
 import sys
 import time
