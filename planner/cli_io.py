@@ -82,12 +82,11 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     from cost_models.errors import SpecError
     from passes.errors import PassError
 
-    if isinstance(error, PlannerError):
+    if isinstance(error, PlannerError | SpecError | PassError):
         say(f"error: {error}")
-        return error.exit_code
-    if isinstance(error, SpecError | PassError):
-        say(f"error: {error}")
-        return BAD_INPUT
+        if "--json" in arguments:
+            print_json({"error": _fields(error)})
+        return error.exit_code if isinstance(error, PlannerError) else BAD_INPUT
     usage = getattr(error, "format_message", None)  # of typer, or of click before it
     if usage is not None:
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -104,6 +103,15 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
         "PLANNER_TRACEBACK=1 shows where)"
     )
     return INTERNAL
+
+
+def _fields(error: Any) -> dict[str, Any]:
+    """An error for programs: its status, what, value and fix."""
+    status = getattr(error, "status", "bad_input")
+    if error.what.startswith("unknown GPU") or "matrix units" in error.what:
+        status = "unsupported_gpu"
+    value = None if error.value is None else str(error.value)
+    return {"status": status, "what": error.what, "value": value, "fix": error.fix}
 
 
 def _given(error: Exception, arguments: Sequence[str]) -> str:

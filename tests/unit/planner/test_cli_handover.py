@@ -149,3 +149,24 @@ def test_compare_to(
     assert run([*command, "--compare-to", str(plan_file), "--json"]) == 0
     both = json.loads(capsys.readouterr().out)
     assert both["plan"]["estimate"] == both["today"]["estimate"]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "status"),
+    [
+        (["optimize", "gpt2", "-c", "8xZ900"], 2, "unsupported_gpu"),
+        (["optimize", "gpt2", "-c", "8xV100"], 2, "unsupported_gpu"),
+        (["optimize", "gpt7", "-c", "8xA100"], 2, "bad_input"),
+        (["optimize", "gpt2", "-c", "1xA100", "--memory-limit", "1GB"], 3,
+         "does_not_fit"),
+        (["serve-plan", "gpt2", "-c", "1xL4", "--tpot-limit", "1e-7"], 3,
+         "limit_unreachable"),
+    ],
+)  # fmt: skip
+def test_json_errors_say_of_which_kind_they_are(
+    command: list[str], code: int, status: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, "--json"]) == code
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["status"] == status
+    assert error["what"]
