@@ -280,8 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         state = record.cause or f"ok {record.trace_and_plan_s:.1f} s"
         print(f"{name}: {state}", file=sys.stderr, flush=True)
         if given.record is not None:
-            chosen = f"{len(records)} of {len(names_of(given.family))}: limit "
-            chosen += f"{given.limit}, shard {given.shard}"
+            chosen = f"first {len(records)} of {len(names)} chosen in list order, "
+            chosen += f"from {len(names_of(given.family))}"
             record_results(given.record, given.family, chosen, gpus, records)
     document = summary(records)
     print(json.dumps(document, indent=1))
