@@ -1,9 +1,8 @@
-"""The cost model against one machine's GPUs, in minutes.
+"""The cost model against one machine's GPU, in minutes.
 
 ``python -m benchmarks.gpu_check -o profile.json`` measures matrix products, attention,
-convolutions, copies and, with several GPUs, collectives beside the model's prices, then
-whole training steps of small models beside ``predict``'s parts that one GPU has. Without
-a GPU it says so and exits with 2. Needs torch only, no solver.
+convolutions and copies beside the model's prices. Without a GPU it says so and exits
+with 2. Needs torch only, no solver.
 """
 
 from __future__ import annotations

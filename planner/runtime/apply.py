@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,9 @@ def virtual_stages(plan: Document, graph: OpGraph) -> list[Virtual]:
         at = 0
         for chunk, count in enumerate(stage.chunks):
             names = stage.blocks[at : at + count]
-            held[stage_of(schedule, stage.index, chunk, ranks)] = [index[n] for n in names]
+            held[stage_of(schedule, stage.index, chunk, ranks)] = [
+                index[n] for n in names
+            ]
             at += count
     number = [held[v] for v in sorted(held)]
     stage_of_block = {b: v for v, blocks in enumerate(number) for b in blocks}
@@ -276,13 +278,17 @@ class Parallel:
         graph = self.graph
         kinds = (TensorKind.PARAMETER, TensorKind.BUFFER)
         read = {n for b in self.program.blocks for n in b.stored}
-        here = {n for v in mine for b in v.blocks for n in self.program.blocks[b].stored}
+        here = {
+            n for v in mine for b in v.blocks for n in self.program.blocks[b].stored
+        }
         first = self.topology.stage == 0
         return [
             t.name
             for t in graph.tensors
             if t.kind in kinds
-            and (t.name in here or (first and t.name not in read and t.kind == kinds[0]))
+            and (
+                t.name in here or (first and t.name not in read and t.kind == kinds[0])
+            )
         ]
 
     # ---- training --------------------------------------------------------------
@@ -422,5 +428,3 @@ def _has(model: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return isinstance(getattr(module, key, None), Tensor)
-
-

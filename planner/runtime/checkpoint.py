@@ -1,9 +1,9 @@
 """Checkpoints that move between plans, by ``torch.distributed.checkpoint``.
 
 Tensors are stored under the model's own names in the model's own element order, so any
-plan of the model, or one process, reads them. Masters whose DTensor is in that order are
-written by every rank in parts; the others (fused projections that take a share of every
-part) are made whole first, one tensor at a time on every rank of the stage.
+plan of the model, or one process, reads them. Masters whose DTensor is in that order
+are written by every rank in parts; others (fused projections that take a share of
+every part) are made whole first, one tensor at a time on every rank of the stage.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed import checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planner.runtime.store import Stored
+
+_dcp: Any = checkpoint
 
 if TYPE_CHECKING:
     from planner.runtime.apply import Parallel
@@ -31,7 +33,7 @@ def save(
     for name, aliases in parallel.plan.model.tied.items():
         if name in state["model"]:
             state["model"] |= dict.fromkeys(aliases, state["model"][name])
-    dcp.save(state, checkpoint_id=str(path))
+    _dcp.save(state, checkpoint_id=str(path))
 
 
 def load(
@@ -45,12 +47,14 @@ def load(
     if optimizer is not None:
         _make_states(parallel, optimizer)
     state = _state(parallel, optimizer)
-    dcp.load(state, checkpoint_id=str(path))
+    _dcp.load(state, checkpoint_id=str(path))
     with torch.no_grad():
         for stored in parallel.store.parameters.values():
             _put(parallel, stored, stored.master, state["model"][stored.name])
             for key, value in _states_of(optimizer, stored):
-                _put(parallel, stored, value, state["optimizer"][f"{stored.name}.{key}"])
+                _put(
+                    parallel, stored, value, state["optimizer"][f"{stored.name}.{key}"]
+                )
         for name in _buffers(parallel):
             buffer = parallel.store.buffers[name]
             buffer.copy_(_cut(parallel, name, state["model"][name]))

@@ -22,9 +22,10 @@ from torch import Tensor
 from planner.runtime.layout import cut, join, local_extent, padded
 from planner.search.placements import REPLICATED, Placement
 
-
 # renamed in torch 2.14
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 _reduce_scatter: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
@@ -44,7 +45,7 @@ class Issued:
 
 @dataclass(slots=True)
 class Recorder:
-    """What this rank issued since :meth:`start`; ``in_backward`` while autograd runs."""
+    """What this rank issued since :meth:`start`."""
 
     issued: list[Issued] = field(default_factory=list[Issued])
     active: bool = False
@@ -167,12 +168,15 @@ def _shard_shapes(
     return largest, extents
 
 
-def _gather(x: Tensor, p: Placement, shape: Sequence[int], axis: Axis, phase: str) -> Tensor:
+def _gather(
+    x: Tensor, p: Placement, shape: Sequence[int], axis: Axis, phase: str
+) -> Tensor:
     wide, extents = _shard_shapes(shape, p, axis.size)
     flat = padded(x, p.axis, wide[p.axis]).view(-1)
     rows = axis.gather_flat(flat, phase, elements=prod(shape))
     parts = [
-        row.view(wide).narrow(p.axis, 0, n) for row, n in zip(rows, extents, strict=True)
+        row.view(wide).narrow(p.axis, 0, n)
+        for row, n in zip(rows, extents, strict=True)
     ]
     return join(parts, p, shape[p.axis])
 
@@ -188,7 +192,12 @@ def _scatter(x: Tensor, p: Placement, axis: Axis, phase: str) -> Tensor:
 
 
 def _exchange(
-    x: Tensor, src: Placement, dst: Placement, shape: Sequence[int], axis: Axis, phase: str
+    x: Tensor,
+    src: Placement,
+    dst: Placement,
+    shape: Sequence[int],
+    axis: Axis,
+    phase: str,
 ) -> Tensor:
     if src.axis == dst.axis:
         whole = _gather(x, src, shape, axis, phase)
@@ -226,7 +235,8 @@ def convert(
     if src == dst or axis.size == 1:
         return x
     if dst.kind == "P":
-        assert gradient and src.kind == "R", (src, dst)
+        assert gradient, (src, dst)
+        assert src.kind == "R", (src, dst)
         return x if axis.rank == 0 else torch.zeros_like(x)
     if src.kind == "R":
         return cut(x, dst, axis.size, axis.rank).clone(
@@ -243,7 +253,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """``src`` becomes ``dst``; the gradient comes as ``gives`` and leaves as ``needs``."""
+    """``src`` becomes ``dst``; the gradient comes as ``gives``, leaves as ``needs``."""
 
     src: Placement
     dst: Placement
@@ -260,7 +270,9 @@ STAY = Move(REPLICATED, REPLICATED, REPLICATED, REPLICATED)
 
 class _MoveFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, move: Move, shape: tuple[int, ...], axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, move: Move, shape: tuple[int, ...], axis: Axis
+    ) -> Tensor:
         ctx.move, ctx.shape, ctx.axis = move, shape, axis
         ctx.where = axis.recorder.where
         out = convert(x, move.src, move.dst, shape, axis, "forward")

@@ -126,7 +126,9 @@ def functional(target: Any) -> Any:
     found = getattr(packet, overload, None) or getattr(packet, "default", None)
     if found is None:
         raise PlannerError(
-            "an in-place op has no functional form", str(target), "write it out of place"
+            "an in-place op has no functional form",
+            str(target),
+            "write it out of place",
         )
     return found
 
@@ -257,7 +259,9 @@ class _BiasOnce(torch.autograd.Function):
     """Adds a bias to one rank's addend of a sum; its gradient is whole everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, dims: tuple[int, ...], add: bool) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, bias: Tensor, dims: tuple[int, ...], add: bool
+    ) -> Tensor:
         ctx.dims, ctx.shape = dims, bias.shape
         if not add:
             return y.view_as(y)
@@ -280,7 +284,9 @@ def _partial(call: Call) -> list[Run]:
     return [r for r in call.dividing if r.strategy.outputs[0].kind == "P"]
 
 
-def _with_bias_once(call: Call, name: str, product: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _with_bias_once(
+    call: Call, name: str, product: Tensor, dims: tuple[int, ...]
+) -> Tensor:
     add = all(r.axis.rank == 0 for r in _partial(call))
     return cast(Tensor, _BiasOnce.apply(product, call.args[name], dims, add))
 
@@ -420,7 +426,7 @@ def _cross_entropy(call: Call) -> Tensor:
     if weight is not None:
         count = weight[target.clamp(0)].mul(valid).sum()
     for run in rows:
-        total = summed(total, run.axis)
+        total: Tensor = summed(total, run.axis)
         if reduction == 1:
             count = run.axis.all_reduce(count, "forward")
     return total / count if reduction == 1 else total
@@ -429,7 +435,7 @@ def _cross_entropy(call: Call) -> Tensor:
 def _divided_classes(
     call: Call, run: Run, x: Tensor, target: Tensor, ignore: int, smoothing: float
 ) -> Tensor:
-    """Per-row losses with the classes divided: maximum, sum and target are exchanged."""
+    """Per-row losses with divided classes: maximum, sum and target are exchanged."""
     axis, dim = run.axis, 1 if x.dim() > 1 else 0
     total = call.full_inputs[id(x)][dim]
     step = -(-total // axis.size)
@@ -460,5 +466,3 @@ def _elementwise_loss(call: Call) -> Tensor:
     for run in call.dividing:
         y = summed(y, run.axis)
     return y
-
-

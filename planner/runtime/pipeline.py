@@ -40,7 +40,7 @@ class Mail:
         self, kind: str, stage: int, micro: int, rank: int, values: Values,
         names: Sequence[str],
     ) -> None:  # fmt: skip
-        """Hand ``names`` of virtual stage boundary ``stage`` to pipeline rank ``rank``."""
+        """Hand ``names`` of the cut before ``stage`` to pipeline rank ``rank``."""
         if rank == self.topology.stage:
             self.local[(kind, stage, micro)] = {n: values[n].detach() for n in names}
             return
@@ -116,8 +116,10 @@ class Pipeline:
     topology: Topology
     mail: Mail
 
-    def run(self, micro_inputs: Callable[[int], Values], count: int, scale: float) -> Tensor | None:
-        """Forward and backward of ``count`` micro-batches; the mean loss where it is."""
+    def run(
+        self, micro_inputs: Callable[[int], Values], count: int, scale: float
+    ) -> Tensor | None:
+        """Forward and backward of ``count`` micro-batches; the mean loss, if here."""
         ranks, rank = self.topology.pp.size, self.topology.stage
         virtual = len(self.chunks)
         last = ranks * virtual - 1
@@ -150,7 +152,9 @@ class Pipeline:
                 grads: Values = {}
                 back = [n for n in chunk.gives if chunk.wants_grad[n]]
                 if after >= 0 and back:
-                    grads = self.mail.receive("backward", v + 1, work.micro, after, back)
+                    grads = self.mail.receive(
+                        "backward", v + 1, work.micro, after, back
+                    )
                 given = chunk.backward(flight, grads, scale)
                 names = [n for n in chunk.takes if chunk.wants_grad[n]]
                 if before >= 0 and names:

@@ -126,7 +126,10 @@ class Program:
                 for operand, gives in zip(
                     op.space.inputs, strategy.gradients, strict=True
                 ):
-                    if self.graph.tensor(operand.tensor).kind is not TensorKind.PARAMETER:
+                    if (
+                        self.graph.tensor(operand.tensor).kind
+                        is not TensorKind.PARAMETER
+                    ):
                         continue
                     summed = gives.kind == "P" and strategy.dim != "+"
                     if summed and not bias_once(op, operand.axes, strategy.outputs):
@@ -135,15 +138,19 @@ class Program:
 
     # ---- build -----------------------------------------------------------------
 
-    def _hop(self, k: int, move: Move, places: Sequence[Placement], shape: Sequence[int]) -> Hop:
-        """The move on axis ``k``; ``places`` are where the tensor lies on the others."""
+    def _hop(
+        self, k: int, move: Move, places: Sequence[Placement], shape: Sequence[int]
+    ) -> Hop:
+        """The move on axis ``k``; ``places``: where the tensor lies on the others."""
         full = tuple(shape)
         for j, (axis, _) in enumerate(self.tables):
             if j != k:
                 full = local_shape(full, places[j], axis.size, axis.rank)
         return Hop(self.tables[k][0], move, full)
 
-    def _hops(self, moves: Sequence[Move | None], shape: Sequence[int]) -> tuple[Hop, ...]:
+    def _hops(
+        self, moves: Sequence[Move | None], shape: Sequence[int]
+    ) -> tuple[Hop, ...]:
         places = [m.src if m else REPLICATED for m in moves]
         hops: list[Hop] = []
         for k, move in enumerate(moves):
@@ -218,11 +225,16 @@ class Program:
         shape = {t.name: t.shape for t in graph.tensors}
         shared = wiring.shared(block)
         arrivals = {
-            name: self._hops([t.arrive(name, block) for _, t in self.tables], shape[name])
+            name: self._hops(
+                [t.arrive(name, block) for _, t in self.tables], shape[name]
+            )
             for name in shared
         }
         exits = tuple(
-            (name, self._hops([t.leave(name, block) for _, t in self.tables], shape[name]))
+            (
+                name,
+                self._hops([t.leave(name, block) for _, t in self.tables], shape[name]),
+            )
             for name in wiring.exits(block)
         )
         made = {n for op in graph.ops[block.start : block.stop] for n in op.outputs}
@@ -304,7 +316,11 @@ class Program:
                 x = torch.zeros((), dtype=dtype, device=self.device).expand(read.shape)
                 tensors.append(x)
                 continue
-            x = stored(read.name) if read.stored and read.name not in env else env[read.name]
+            x = (
+                stored(read.name)
+                if read.stored and read.name not in env
+                else env[read.name]
+            )
             tensors.append(self._apply(x, read.hops, step.op.name))
         full = {id(t): r.shape for t, r in zip(tensors, step.reads, strict=True)}
         if step.writes_buffer and self.recorder.in_backward:
@@ -329,8 +345,14 @@ class Program:
             self.device,
         )
         with torch.no_grad() if step.no_grad else nullcontext():
-            out = checkpoint(run_op, call, use_reentrant=False) if again else run_op(call)
-        items = [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
+            out = (
+                checkpoint(run_op, call, use_reentrant=False) if again else run_op(call)
+            )
+        items = (
+            [out]
+            if isinstance(out, Tensor)
+            else [x for x in out if isinstance(x, Tensor)]
+        )
         for name, item in zip(step.op.outputs, items, strict=False):
             hops = arrivals.get(name)
             env[name] = self._apply(item, hops, name) if hops else item
@@ -348,9 +370,7 @@ def bias_once(op: Op, axes: Sequence[object], outputs: Sequence[Placement]) -> b
 def attention_steps(graph: OpGraph) -> frozenset[int]:
     """Ops that selective recompute runs again: fused attention, or what lies between
     the two products of an unfused one."""
-    return frozenset(
-        i for i, op in enumerate(graph.ops) if op.kind is OpKind.ATTENTION
-    )
+    return frozenset(i for i, op in enumerate(graph.ops) if op.kind is OpKind.ATTENTION)
 
 
 def graph_of(traced: TracedModel, kinds: Mapping[str, int]) -> OpGraph:

@@ -1,4 +1,4 @@
-"""Gradients after the last micro-batch: over tensor ranks, tied stages and data ranks."""
+"""Gradients after the last micro-batch, summed over whatever divided the work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _flat_sum(
 
 
 def reduce_gradients(store: Store, tied: Sequence[tuple[str, Any]]) -> None:
-    """Sum gradients over every axis that divides the work; fills the masters' ``grad``."""
+    """Sum gradients over every axis that divides the work, into the masters."""
     topology = store.topology
     with torch.no_grad():
         trainable = {n: s for n, s in store.parameters.items() if s.trainable}
@@ -98,7 +98,7 @@ def clip_gradients(store: Store, max_norm: float, skip: Collection[str]) -> Tens
             copies *= topology.tp.size
         if not store.divided:
             copies *= topology.shard.size
-        local = grad.to_local()  # type: ignore[attr-defined]
+        local: Tensor = grad.to_local()  # type: ignore[attr-defined]
         total += local.double().pow(2).sum() / copies
     dist.all_reduce(total)
     norm = total.sqrt()

@@ -75,7 +75,9 @@ class Chunk:
         job = None
         if self.store.gathers and names:
             index = block.block.index
-            job = BlockParameters(self.store, self.program.recorder, index, tuple(names))
+            job = BlockParameters(
+                self.store, self.program.recorder, index, tuple(names)
+            )
 
         def body(values: Values) -> Values:
             if job is None:

@@ -58,10 +58,10 @@ class Stored:
     @property
     def chunk(self) -> int:
         """Elements of one data rank's padded shard."""
-        return self._step * self._row
+        return self.step * self.row
 
-    _step: int = 0
-    _row: int = 0
+    step: int = 0
+    row: int = 0
 
 
 class Store:
@@ -119,8 +119,8 @@ class Store:
             name, tuple(full.shape), tuple(local.shape), placement, trainable, rows,
             summed, master,
         )  # fmt: skip
-        stored._step = -(-n0 // size) if self.divided else n0
-        stored._row = flat.shape[1]
+        stored.step = -(-n0 // size) if self.divided else n0
+        stored.row = flat.shape[1]
         shared = self.local_master(stored).detach()
         if self.gathers:
             stored.shares = shared.dtype == work_dtype
@@ -142,7 +142,9 @@ class Store:
         def hook(p: Tensor) -> None:
             assert p.grad is not None
             wide = p.grad.to(dtype)
-            stored.gradient = wide if stored.gradient is None else stored.gradient + wide
+            stored.gradient = (
+                wide if stored.gradient is None else stored.gradient + wide
+            )
             p.grad = None
 
         leaf.register_post_accumulate_grad_hook(hook)
@@ -212,11 +214,11 @@ class Store:
         """The tensor-parallel part from the data ranks' rows."""
         if not self.divided:
             return local.reshape(stored.local)
-        row = local.reshape(-1, stored._row)
-        flat = padded(row, 0, stored._step).reshape(-1)
+        row = local.reshape(-1, stored.row)
+        flat = padded(row, 0, stored.step).reshape(-1)
         rows = self.topology.shard.gather_flat(flat, "step")
         n0 = stored.local[0] if stored.local else 1
-        return rows.reshape(-1, stored._row)[:n0].reshape(stored.local)
+        return rows.reshape(-1, stored.row)[:n0].reshape(stored.local)
 
     def my_rows(self, stored: Stored, part: Tensor) -> Tensor:
         """This data rank's rows of a tensor-parallel part."""
@@ -239,7 +241,7 @@ class Store:
         columns: list[Tensor] = []
         for name, tensor in tensors.items():
             stored = self.parameters[name]
-            rows = padded(tensor.reshape(-1, stored._row), 0, stored._step * size)
+            rows = padded(tensor.reshape(-1, stored.row), 0, stored.step * size)
             columns.append(rows.reshape(size, -1))
         return torch.cat(columns, 1)
 
@@ -249,7 +251,7 @@ class Store:
         at = 0
         for name in names:
             stored = self.parameters[name]
-            piece = flat[:, at : at + stored.chunk].reshape(-1, stored._row)
+            piece = flat[:, at : at + stored.chunk].reshape(-1, stored.row)
             n0 = stored.local[0] if stored.local else 1
             result[name] = piece[:n0].reshape(stored.local)
             at += stored.chunk
@@ -260,8 +262,8 @@ class Store:
         rows: list[Tensor] = []
         for name, tensor in shards.items():
             stored = self.parameters[name]
-            row = tensor.reshape(-1, stored._row)
-            rows.append(padded(row, 0, stored._step).reshape(-1))
+            row = tensor.reshape(-1, stored.row)
+            rows.append(padded(row, 0, stored.step).reshape(-1))
         return torch.cat(rows)
 
     def unpack_shards(self, flat: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
@@ -270,7 +272,7 @@ class Store:
         at = 0
         for name in names:
             stored = self.parameters[name]
-            piece = flat[at : at + stored.chunk].reshape(-1, stored._row)
+            piece = flat[at : at + stored.chunk].reshape(-1, stored.row)
             mine = piece[: stored.rows[1]]
             result[name] = mine.reshape(-1, *stored.local[1:])
             at += stored.chunk
@@ -284,9 +286,7 @@ class Store:
             return
         self.stale = False
         copied = {
-            n: s
-            for n, s in self.parameters.items()
-            if s.trainable and not s.shares
+            n: s for n, s in self.parameters.items() if s.trainable and not s.shares
         }
         if not copied:
             return
@@ -326,5 +326,3 @@ class Store:
     def names(self) -> Iterable[str]:
         """Parameters, then buffers."""
         return (*self.parameters, *self.buffers)
-
-

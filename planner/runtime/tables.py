@@ -179,10 +179,12 @@ class Table:
         return Move(have, want, grad_need(want), needs)
 
     def rows(self, block: Block) -> Iterator[tuple[str, str, str, int]]:
-        """(where, kind, phase, bytes) of every collective that the block's moves are."""
+        """(where, kind, phase, bytes) of every collective of the block's moves."""
         graph = self.wiring.graph
 
-        def moves(name: str, move: Move, where: str) -> Iterator[tuple[str, str, str, int]]:
+        def moves(
+            name: str, move: Move, where: str
+        ) -> Iterator[tuple[str, str, str, int]]:
             tensor = graph.tensor(name)
             found = reshard(move.src, move.dst, tensor.nbytes, self.size)
             if found is None:
@@ -190,7 +192,9 @@ class Table:
             if found.kind:
                 yield where, found.kind, "forward", int(found.nbytes)
             if tensor.requires_grad:
-                back = gradient_reshard(move.gives, move.needs, tensor.nbytes, self.size)
+                back = gradient_reshard(
+                    move.gives, move.needs, tensor.nbytes, self.size
+                )
                 if back is None:
                     raise _Illegal(f"{name}: {move.gives} to {move.needs}")
                 if back.kind:
@@ -256,7 +260,7 @@ def _expanded(text: str, layers: str | None) -> list[str]:
     if layers is None or "*" not in text:
         return [text]
     assert parse_range(layers)
-    return expand(text, layers)
+    return list(expand(text, layers))
 
 
 def _placements(records: Iterable[object], axis: str) -> tuple[Placement, ...]:
@@ -331,7 +335,9 @@ def _planned(plan: Document, axis: str) -> dict[str, Counter[tuple[str, str, int
             continue  # the same rows of another stage
         seen.add(key)
         calls = _calls(plan, row)
-        result.setdefault(row.where, Counter())[(row.kind, row.phase, row.bytes)] += calls
+        result.setdefault(row.where, Counter())[(row.kind, row.phase, row.bytes)] += (
+            calls
+        )
     return result
 
 
@@ -400,7 +406,12 @@ def _loss_names(graph: OpGraph, block: Block, label: str) -> set[str]:
     }
 
 
-_WEIGHT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_WEIGHT = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_to_all": 1.0,
+}
 
 
 def _shared_state(

@@ -8,7 +8,7 @@ Stored tensors live on the mesh ``(pp, dp_replicate, tp, shard)`` of the same ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class Topology:
         p = self.parallelism
         ranks = torch.arange(p.num_gpus).view(p.pp, -1)[list(stages)]
         group = _own_group(ranks.T.contiguous(), self.rank)
-        line = ranks[:, self.rank % ranks.shape[1]].tolist()
+        line = cast("list[int]", ranks[:, self.rank % ranks.shape[1]].tolist())
         here = line.index(self.rank) if self.rank in line else 0
         return Axis("pp", len(line), here, tuple(line), group, self.pp.recorder)
 
@@ -82,7 +82,7 @@ def build_topology(
     p = parallelism
     world, rank = p.num_gpus, dist.get_rank()
     ranks = torch.arange(world).view(p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp)
-    where = (ranks == rank).nonzero()[0].tolist()
+    where = cast("list[int]", (ranks == rank).nonzero()[0].tolist())
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     coordinates = dict(zip(names, where, strict=True))
     stored = ranks.permute(0, 1, 4, 2, 3).reshape(
@@ -92,15 +92,13 @@ def build_topology(
     mesh = DeviceMesh(kind, stored, mesh_dim_names=STORAGE_AXES)
 
     def axis(name: str, line: torch.Tensor, group: Any, label: str = "") -> Axis:
-        members = tuple(line.flatten().tolist())
+        members = tuple(cast("list[int]", line.flatten().tolist()))
         return Axis(
             label or name, len(members), members.index(rank), members, group, recorder
         )
 
     pp, dr, ds, cp, tp = (coordinates[n] for n in names)
-    shard = axis(
-        "shard", ranks[pp, dr, :, :, tp], mesh.get_group("shard"), "dp_shard"
-    )
+    shard = axis("shard", ranks[pp, dr, :, :, tp], mesh.get_group("shard"), "dp_shard")
     replicate = axis(
         "dp_replicate", ranks[pp, :, ds, cp, tp], mesh.get_group("dp_replicate")
     )
@@ -137,7 +135,7 @@ def build_topology(
 def _own_group(lines: torch.Tensor, rank: int) -> Any:
     """One group per line, made by all ranks in order; returns this rank's."""
     mine = None
-    for line in lines.tolist():
+    for line in cast("list[list[int]]", lines.tolist()):
         group = dist.new_group(line)
         if rank in line:
             mine = group

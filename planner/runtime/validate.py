@@ -2,7 +2,7 @@
 
 Under torchrun, on NCCL or gloo. Parity runs the plan in the model's own traced graph on
 one micro-batch against the unsharded module (in fp32, where every rank can hold the
-whole; else it is said that it was left out); then steps are timed beside the prediction.
+whole; else it says that parity was left out); then steps are timed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Init = Callable[[nn.Module], None]
 
 
 def default_init(module: nn.Module) -> None:
-    """``reset_parameters`` where a module has it; gains 1, biases 0, else normal 0.02."""
+    """``reset_parameters`` where there is one; gains 1, biases 0, else normal 0.02."""
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()

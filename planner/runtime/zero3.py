@@ -1,8 +1,8 @@
 """ZeRO-3: a block's parameters are gathered while it runs.
 
-One all-gather brings all of a block's parameters before its forward; what autograd would
-keep of them is kept as a name, and the first one that backward asks for gathers the
-block again. One reduce-scatter returns the gradients of the whole block.
+One all-gather brings all of a block's parameters before its forward; what autograd
+would keep of them is kept as a name, and the first one that backward asks for gathers
+the block again. One reduce-scatter returns the gradients of the whole block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockParameters:
         return result
 
     def enter(self) -> None:
-        """Gather and keep the block's parameters, as results of an autograd function."""
+        """Gather and keep the block's parameters."""
         shards = [self.store.parameters[n].leaf for n in self.names]
         fulls: Any = _Gather.apply(self, *shards)
         self.store.hold(self.block, dict(zip(self.names, fulls, strict=True)))
@@ -91,7 +91,7 @@ class BlockParameters:
             name = owner.get(x.untyped_storage()._cdata)
             if name is None:
                 return x
-            return _Kept(name, tuple(x.shape), x.stride(), x.storage_offset())
+            return _Kept(name, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
         def unpack(kept: Any) -> Tensor:
             if not isinstance(kept, _Kept):
@@ -135,5 +135,7 @@ class _Gather(torch.autograd.Function):
         for name in job.names:
             grad = result.get(name)
             leaf = store.parameters[name].leaf
-            out.append(None if grad is None else grad.reshape(leaf.shape).to(leaf.dtype))
+            out.append(
+                None if grad is None else grad.reshape(leaf.shape).to(leaf.dtype)
+            )
         return tuple(out)

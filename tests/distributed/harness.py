@@ -50,10 +50,11 @@ def run_ranks(
     wait_for: tuple[int, ...] = (),
     limit_s: float = 0,
 ) -> list[Any]:
-    """What ``function(*args)`` returned on each of ``world`` ranks (or of ``wait_for``).
+    """What ``function(*args)`` returned on each rank (of ``wait_for``).
 
     ``timeout_s``: how long a rank waits for another; ``limit_s``: for all (default: as
-    long). Raises AssertionError with the first rank's traceback where one failed, TimeoutError
+    long). Raises AssertionError with the first rank's traceback where one failed,
+    TimeoutError
     where the ranks did not finish; in both cases every process is ended.
     """
     context = multiprocessing.get_context("forkserver")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportArgumentType=false
+
 import os
 import signal
 import time

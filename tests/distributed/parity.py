@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportArgumentType=false
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -175,7 +177,9 @@ def _compare_gradients(case: Case, parallel: Any, model: nn.Module) -> None:
         if name in parallel.store.parameters and parameter.requires_grad:
             grad = parameter.grad
             assert grad is not None
-            _close(f"{case}: gradient of {name}", parallel.full_gradient(name), grad, 1e-4)
+            _close(
+                f"{case}: gradient of {name}", parallel.full_gradient(name), grad, 1e-4
+            )
 
 
 def _close(

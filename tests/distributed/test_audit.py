@@ -55,9 +55,7 @@ def test_collectives_are_the_plans(
 @pytest.mark.slow
 def test_modules_and_convolutions() -> None:
     for name in ("resnet", "vit"):
-        plan = make_plan(
-            name, 4, 8, tp=2, dp_shard=2, zero=1, sequence_parallel=False
-        )
+        plan = make_plan(name, 4, 8, tp=2, dp_shard=2, zero=1, sequence_parallel=False)
         model, batch = MODELS[name]()
         found = audit(plan, 3, model, batch(1, 0))
         assert found.ok, found.text()

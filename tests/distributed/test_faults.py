@@ -20,7 +20,10 @@ def _plan(folder: Path, ranks: int) -> str:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("dies", "another rank has stopped"), ("hangs", "another rank does not answer")],
+    [
+        ("dies", "another rank has stopped"),
+        pytest.param("hangs", "another rank does not answer", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_rank(tmp_path: Path, how: str, said: str) -> None:
     plan = _plan(tmp_path, 2)

@@ -1,4 +1,4 @@
-"""Plans run on gloo ranks with the numbers of one process (loss 1e-5, gradients 1e-4)."""
+"""Plans on gloo ranks have the numbers of one process (loss 1e-5, gradients 1e-4)."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ MORE_TWO_RANKS: list[Row] = [
     ("tiny_gpt", 8, 3, {"tp": 2, "recompute": "selective"}),
     ("tied_gpt", 8, 3, {"pp": 2, "schedule": "gpipe"}),
     ("deep_gpt", 4, 3, {"pp": 2, "schedule": "zero_bubble"}),
+    ("vit", 4, 3, {"tp": 2, "sequence_parallel": False, "micro_batch_size": 2}),
+    ("vit", 4, 3, {"pp": 2, "micro_batch_size": 2}),
+    ("vit", 4, 3, {"dp_shard": 2, "zero": 3, "micro_batch_size": 2}),
+    ("t5", 4, 1, {"tp": 2, "micro_batch_size": 2}),
+    ("t5", 4, 1, {"pp": 2, "micro_batch_size": 2}),
+    ("t5", 4, 1, {"dp_shard": 2, "zero": 3}),
 ]
 
 
@@ -58,6 +64,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     run(TWO_RANKS, 2, tmp_path, 90)
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     run(FOUR_RANKS, 4, tmp_path, 90)
 

@@ -17,9 +17,7 @@ def _generator(seed: int) -> torch.Generator:
 def mixtral() -> Made:
     from planner.presets.llama import Llama, LlamaConfig
 
-    config = LlamaConfig(
-        2, 32, 48, 4, 2, 1008, head_dim=8, experts=4, top_k=2
-    )
+    config = LlamaConfig(2, 32, 48, 4, 2, 1008, head_dim=8, experts=4, top_k=2)
     model = Llama(config)
     with torch.no_grad():
         for p in model.parameters():
@@ -96,4 +94,6 @@ def unet() -> Made:
     return UNet(config), batch
 
 
-ZOO: dict[str, Callable[[], Made]] = {f.__name__: f for f in (mixtral, t5, vit, resnet, unet)}
+ZOO: dict[str, Callable[[], Made]] = {
+    f.__name__: f for f in (mixtral, t5, vit, resnet, unet)
+}
