@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import checkpoint
 from torch import Tensor
+from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 from planner.runtime.store import Stored

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 # pyright: reportArgumentType=false
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
