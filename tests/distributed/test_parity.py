@@ -47,6 +47,10 @@ MORE_TWO_RANKS: list[Row] = [
     ("t5", 4, 1, {"tp": 2, "micro_batch_size": 2}),
     ("t5", 4, 1, {"pp": 2, "micro_batch_size": 2}),
     ("t5", 4, 1, {"dp_shard": 2, "zero": 3}),
+    ("resnet", 8, 1, {"tp": 2, "sequence_parallel": False, "micro_batch_size": 4}),
+    ("resnet", 8, 1, {"pp": 2, "micro_batch_size": 4}),
+    ("resnet", 16, 1, {"dp_shard": 2, "zero": 3, "micro_batch_size": 4}),
+    ("unet", 4, 1, {"pp": 2, "micro_batch_size": 2}),
 ]
 
 
@@ -71,7 +75,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_more_shapes_on_two_ranks(tmp_path: Path) -> None:
-    run(MORE_TWO_RANKS, 2, tmp_path, 200)
+    run(MORE_TWO_RANKS, 2, tmp_path, 400)
 
 
 @pytest.mark.slow
