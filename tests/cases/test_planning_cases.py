@@ -296,7 +296,8 @@ def test_h10_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
         layout_from(other, again)
     # the document alone gives every layer's stage and every tensor's placement
     placed = [b for s in again.stages for b in s.blocks]
-    assert placed == [b.name for b in again.model.blocks]
+    # interleaved stages hold every other layer
+    assert sorted(placed) == sorted(b.name for b in again.model.blocks)
     kinds = {r.what for r in again.placements.values()}
     assert kinds >= {"parameter", "op"}
     assert TensorKind.PARAMETER.value in kinds
