@@ -8,7 +8,6 @@ feed-forward, tied heads, low-rank adapters).
 from __future__ import annotations
 
 # pyright: reportAttributeAccessIssue=false
-
 import hashlib
 import pickle
 import tempfile

@@ -118,8 +118,9 @@ class Inference:
     ``weights`` and ``kv``: storage formats; ``group``: weights that share a scale in
     int4; ``eight_bit_math``: fp8 and int8 weights with 8-bit activations where the GPU
     computes in them (False: weights alone are small). ``ttft_limit_s`` bounds the time
-    to the first token and ``tpot_limit_s`` the time per output token; ``arrival_per_s`` is
-    the request rate to serve; ``batch`` fixes the requests in flight (None: chosen).
+    to the first token and ``tpot_limit_s`` the time per output token;
+    ``arrival_per_s`` is the request rate to serve; ``batch`` fixes the requests in
+    flight (None: chosen).
     ``objective``: lowest latency of a request, most tokens per second and GPU within
     the limits, fewest GPUs, or least cost of a token.
     """

@@ -10,7 +10,6 @@ papers report for each generation (backward over forward FLOP rate at long seque
 from __future__ import annotations
 
 # pyright: reportArgumentType=false
-
 import argparse
 import json
 from collections import defaultdict

@@ -10,7 +10,6 @@ families of n held out, and with the GPU held out; writes both files.
 from __future__ import annotations
 
 # pyright: reportArgumentType=false, reportCallIssue=false
-
 import argparse
 import json
 from collections import defaultdict

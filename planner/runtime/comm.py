@@ -9,6 +9,7 @@ all-reduce, one rank's send buffer of an all-to-all.
 
 from __future__ import annotations
 
+# pyright: reportDeprecated=false
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

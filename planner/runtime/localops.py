@@ -10,6 +10,9 @@ against the placement, so that an op that a case is missing for fails by name.
 
 from __future__ import annotations
 
+# pyright: reportUnnecessaryIsInstance=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast

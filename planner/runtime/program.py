@@ -6,6 +6,7 @@ its operator graph gives blocks and iteration spaces, its call arguments what to
 
 from __future__ import annotations
 
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 

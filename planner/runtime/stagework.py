@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# pyright: reportUnknownVariableType=false
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

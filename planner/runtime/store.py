@@ -13,6 +13,7 @@ the model's: :meth:`Store.permuted` names these, :meth:`Store.full` undoes it.
 
 from __future__ import annotations
 
+# pyright: reportUnknownMemberType=false
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

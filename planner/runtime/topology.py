@@ -7,6 +7,7 @@ Stored tensors live on the mesh ``(pp, dp_replicate, tp, shard)`` of the same ra
 
 from __future__ import annotations
 
+# pyright: reportUnknownMemberType=false
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -84,7 +85,7 @@ def build_topology(
     ranks = torch.arange(world).view(p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp)
     where = cast("list[int]", (ranks == rank).nonzero()[0].tolist())
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    coordinates = dict(zip(names, where, strict=True))
+    coordinates: dict[str, int] = dict(zip(names, where, strict=True))
     stored = ranks.permute(0, 1, 4, 2, 3).reshape(
         p.pp, p.dp_replicate, p.tp, p.dp_shard * p.cp
     )

@@ -7,6 +7,7 @@ whole; else it says that parity was left out); then steps are timed.
 
 from __future__ import annotations
 
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 import os
 import time
 from dataclasses import dataclass

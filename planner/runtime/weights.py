@@ -7,6 +7,8 @@ from its own seed: all ranks agree, whatever they skip.
 
 from __future__ import annotations
 
+# pyright: reportPrivateUsage=false
+# pyright: reportUnknownMemberType=false
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence

@@ -7,6 +7,8 @@ the block again. One reduce-scatter returns the gradients of the whole block.
 
 from __future__ import annotations
 
+# pyright: reportPrivateUsage=false
+# pyright: reportUnknownMemberType=false
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -6,7 +6,6 @@ Each function returns (module on the meta device, args, kwargs).
 from __future__ import annotations
 
 # pyright: reportArgumentType=false, reportCallIssue=false
-
 from typing import Any
 
 import torch

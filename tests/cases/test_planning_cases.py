@@ -6,7 +6,6 @@ A tracing, B tensor-parallel limits, C pipeline limits, D memory, E throughput, 
 from __future__ import annotations
 
 # pyright: reportArgumentType=false
-
 import os
 import subprocess
 import sys

@@ -7,7 +7,6 @@ inputs; for a reduction dim of a linear op, the shards' outputs add up to the wh
 from __future__ import annotations
 
 # pyright: reportAttributeAccessIssue=false
-
 from typing import Any
 
 import torch

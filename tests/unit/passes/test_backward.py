@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 # pyright: reportCallIssue=false, reportIndexIssue=false
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

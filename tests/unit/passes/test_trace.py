@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-
 # pyright: reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOptionalSubscript=false, reportCallIssue=false
-
 import copy
 import time
 from collections import Counter
