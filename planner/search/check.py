@@ -183,7 +183,7 @@ def _batch(plan: Plan) -> Iterator[Violation]:
 def _memory(plan: Plan) -> Iterator[Violation]:
     """Lines add up, fit, and are the same in both places."""
     stated = plan.workload.memory_limit_bytes
-    device = min(g.memory_bytes for g in plan.cluster.groups)
+    device = min((g.memory_bytes for g in plan.cluster.groups), default=0)
     most = min(device, stated) if stated else device
     for s in plan.stages:
         where, memory = f"stage {s.index}", s.memory

@@ -76,7 +76,7 @@ def _blocks(plan: Plan) -> Iterator[Violation]:
 
 def _memory(plan: Plan, r: ServingRecord, w: Inference) -> Iterator[Violation]:
     """Lines add up and fit; the cache holds the batch; weights are all there."""
-    device = min(g.memory_bytes for g in plan.cluster.groups)
+    device = min((g.memory_bytes for g in plan.cluster.groups), default=0)
     most = min(device, w.memory_limit_bytes or device)
     if len(r.memory) != r.pp:
         yield Violation("memory", "serving", f"there must be {r.pp} stages")
