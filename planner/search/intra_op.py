@@ -121,14 +121,13 @@ class _Search:
                 return state.choice, state.bound
         descent = Descent(core, self.clock, self.seed)
         descent.resume(state)
-        if self.small(core):
-            if descent.best is None or core.count > _FEW_NODES:
-                descent.learn(0.8 * self.clock.left(), most=_PROOF_TURNS)
-            if not descent.closed:
-                self.cp_sat(core, descent)
-        else:
+        small = self.small(core)
+        if not small or descent.best is None or core.count > _FEW_NODES:
             self.stages.append("descent")
-            descent.learn(0.5 * self.clock.left())
+            stop = (0.8 if small else 0.5) * self.clock.left()
+            descent.learn(stop, most=_PROOF_TURNS if small else 10**9)
+        if small and not descent.closed:
+            self.cp_sat(core, descent)
         if not descent.closed:
             self.improve(descent)
         return descent.best, descent.bound
