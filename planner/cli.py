@@ -41,6 +41,7 @@ from planner.cli_options import (
     SeqLen,
     Stack,
     Strict,
+    memory_limit_bytes,
 )
 from planner.cli_runtime import audit, validate
 from planner.errors import PlannerError
@@ -396,21 +397,9 @@ def _training(
         optimizer=optimizer,  # type: ignore[arg-type]
         compile=compile,
         stack=stack,
-        memory_limit_bytes=_limit(memory_limit),
+        memory_limit_bytes=memory_limit_bytes(memory_limit),
         im2col=im2col,  # type: ignore[arg-type]
     )
-
-
-def _limit(text: str | None) -> int | None:
-    """Bytes of ``--memory-limit``: a bare number is GiB."""
-    if text is None:
-        return None
-    from cost_models.units import parse_bytes
-
-    try:
-        return int(float(text) * 2**30)
-    except ValueError:
-        return int(parse_bytes(text))
 
 
 def _fill(

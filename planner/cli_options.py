@@ -66,3 +66,15 @@ Output = Annotated[
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse ops without a sharding rule.")
 ]
+
+
+def memory_limit_bytes(text: str | None) -> int | None:
+    """Bytes of ``--memory-limit``: a bare number is GiB."""
+    if text is None:
+        return None
+    from cost_models.units import parse_bytes
+
+    try:
+        return int(float(text) * 2**30)
+    except ValueError:
+        return int(parse_bytes(text))

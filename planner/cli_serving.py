@@ -16,6 +16,7 @@ from planner.cli_options import (
     Output,
     Quiet,
     Stack,
+    memory_limit_bytes,
 )
 from planner.errors import PlannerError
 from planner.workload import Inference, parse_pins
@@ -87,7 +88,7 @@ def serve_plan(
         arrival_per_s=arrival,
         objective=objective or ("throughput" if limited else "latency"),  # type: ignore[arg-type]
         stack=stack,
-        memory_limit_bytes=_bytes(memory_limit),
+        memory_limit_bytes=memory_limit_bytes(memory_limit),
     )
     if output is not None and not output.absolute().parent.is_dir():
         raise PlannerError("can not write the plan there", output, "make the folder")
@@ -116,14 +117,3 @@ def _weights(text: str) -> tuple[str, int]:
     if match is None:
         raise PlannerError("not a weight format", text, "e.g. int4-g128")
     return match[1], int(match[2] or 128)
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    from cost_models.units import parse_bytes
-
-    try:
-        return int(float(text) * 2**30)
-    except ValueError:
-        return int(parse_bytes(text))

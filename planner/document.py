@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cost_models.memory import MemoryLines
 from passes.format import format_graph
 from passes.ir import Block, Operand, OpGraph, Tensor, TensorKind
 from planner.plan.names import format_range
@@ -28,6 +27,7 @@ from planner.plan.records import (
 from planner.search.blocks import BlockSolution
 from planner.search.job import Configuration, Job, Priced
 from planner.search.placements import Placement
+from planner.search.rank_memory import parameter_groups
 from planner.search.stages import MODES
 from planner.search.strategies import Strategy
 from planner.workload import Parallelism, Training
@@ -110,11 +110,9 @@ def place_blocks(job: Job, priced: Priced) -> tuple[StageBlocks, ...]:
         count = split[rank][chunk]
         chunks[rank].append(tuple(range(position, position + count)))
         position += count
-    kinds = [b.kind for b in job.graph.blocks]
     run_of: list[int] = []
     for run, (_, count) in enumerate(job.chain):
         run_of.extend([run] * count)
-    _ = kinds
     result: list[StageBlocks] = []
     for rank, counts in enumerate(priced.layout):
         left = [list(row) for row in counts]
@@ -184,14 +182,10 @@ def stage_records(
                 forward_s=priced.terms.forward_s[k],
                 backward_s=priced.terms.backward_s[k],
                 send_s=priced.terms.send_s,
-                memory=memory_record(priced.memory[k]),
+                memory=MemoryRecord.of(priced.memory[k]),
             )
         )
     return tuple(result)
-
-
-def memory_record(lines: MemoryLines) -> MemoryRecord:
-    return MemoryRecord.of(lines)
 
 
 def hardware_flops(job: Job, priced: Priced) -> tuple[float, float]:
@@ -629,8 +623,6 @@ def _step_collectives(
     """Gradient sums and parameter gathers once per step."""
     if not job.training:
         return
-    from planner.search.rank_memory import parameter_groups
-
     comm, sharding = job.comm(c.mesh), job.sharding(c)
     held = [
         (s, sum(r)) for s, r in zip(priced.solutions, counts, strict=True) if sum(r)

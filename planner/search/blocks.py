@@ -682,16 +682,13 @@ class BlockProblem:
                     selective += nbytes
                 if has_loss and self._vocabulary_sized(kept.tensor):
                     logits += nbytes
-            for operand, placement in zip(
-                op.space.outputs, strategy.outputs, strict=True
-            ):
+            for operand in op.space.outputs:
                 local = graph.tensor(operand.tensor).nbytes * share(
                     operand, strategy, op, size
                 )
                 transient = max(transient, local)
                 if has_loss and self._vocabulary_sized(operand.tensor):
                     logits = max(logits, local)
-                _ = placement
             for operand, placement in zip(
                 op.space.inputs, strategy.inputs, strict=True
             ):

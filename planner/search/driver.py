@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from time import monotonic
 
-from cost_models.memory import OPTIMIZER_STATE_BYTES, RECIPES, ParameterGroup
+from cost_models.memory import ParameterGroup
 from passes.ir import OpKind
 from planner.errors import InfeasibleError, PlannerError
 from planner.search.blocks import BlockSolution
@@ -32,9 +32,9 @@ from planner.search.mesh import Mesh, divisors, meshes
 from planner.search.rank_memory import (
     activation_bytes,
     parameter_groups,
-    static_bytes,
+    state_bytes,
 )
-from planner.search.stages import MODES, bottleneck_bound, solve_stages
+from planner.search.stages import MODES, bottleneck_bound, combine, solve_stages
 from planner.search.step import BlockTimes
 
 Progress = Callable[[str], None]
@@ -88,6 +88,14 @@ class Search:
         self.progress = progress
         self.constraints: list[str] = []
         self._illegal: dict[int, str] = {}
+        self._experts = next(
+            (
+                op.number("groups")
+                for op in job.collapsed.graph.ops
+                if op.kind is OpKind.GROUPED_GEMM
+            ),
+            0,
+        )
         self._solved: dict[Configuration, Priced | None] = {}
         self._elements: tuple[tuple[float, bool, bool, float], ...] = ()
         self._gaps: list[float] = []  # bounds of shapes that CP-SAT did not close
@@ -154,24 +162,12 @@ class Search:
                 yield Mesh(pp, dp // n, n, cp, tp, ep)
 
     def _expert_degrees(self, ranks: int) -> list[int]:
-        experts = [
-            op.space.dims[0].size
-            for op in self.job.graph.ops
-            if op.kind is OpKind.GROUPED_GEMM
-        ]
         pinned = self._pin("ep")
         if pinned is not None:
             return [pinned] if ranks % pinned == 0 else []
-        if not experts:
+        if not self._experts:
             return [1]
-        count = int(self._expert_count())
-        return [d for d in divisors(ranks) if count % d == 0]
-
-    def _expert_count(self) -> int:
-        for op in self.job.graph.ops:
-            if op.kind is OpKind.GROUPED_GEMM:
-                return op.number("groups")
-        return 1
+        return [d for d in divisors(ranks) if self._experts % d == 0]
 
     def _of_mesh(self, mesh: Mesh) -> Iterator[Configuration]:
         per_replica = self.global_batch // mesh.dp
@@ -283,8 +279,7 @@ class Search:
 
     def _pipeline(self, c: Configuration, total: float, longest: float) -> float:
         longest = max(longest, total / c.mesh.pp)
-        v = c.virtual
-        return (c.micro_batches - 1 / v) * longest + total / v
+        return combine(c.micro_batches, c.virtual, longest, total)
 
     def _groups(
         self, c: Configuration, solutions: tuple[BlockSolution, ...]
@@ -298,44 +293,29 @@ class Search:
         tensor divided by tp and, experts, by ep."""
         if not self._elements:
             self._elements = self.job.elements()
-        mesh, recipe = c.mesh, RECIPES[self.job.recipe]
-        shard = mesh.dp_shard * mesh.cp
-        total = 0.0
+        mesh, setup = c.mesh, self.job.memory_setup(c)
+        groups: list[ParameterGroup] = []
         for numel, expert, trainable, width in self._elements:
             n = numel / mesh.tp / (mesh.ep if expert else 1) / mesh.pp
-            own = max(1, shard // mesh.ep) if expert else shard
-            stored = n / (own if c.zero >= 3 else 1)
-            if not (trainable and self.job.training):
-                total += stored * width
-                continue
-            states = OPTIMIZER_STATE_BYTES[self.job.optimizer] + recipe.master
-            total += stored * recipe.parameter
-            total += n / (own if c.zero >= 1 else 1) * states
-            if c.micro_batches > 1:
-                total += n / (own if c.zero >= 2 else 1) * recipe.gradient
-        return total
+            shard = max(1, setup.shard // mesh.ep) if expert else setup.shard
+            groups.append(
+                ParameterGroup(n, shard, trainable and self.job.training, width)
+            )
+        return state_bytes(setup, groups)
 
     def hopeless(self, c: Configuration) -> bool:
         """Whether an average rank can not hold its states and the inputs of its blocks:
-        then no layout fits."""
+        then no layout fits. A tensor of several blocks counts once."""
         solutions = self.job.solutions(c)
         if solutions is None:
             return True
         setup = self.job.memory_setup(c)
-        counts = [n for _, n in self.job.chain]
-        least = sum(
-            n * (static_bytes(setup, s) + min(activation_bytes(setup, s)))
-            for s, n in zip(solutions, counts, strict=True)
+        least = state_bytes(setup, self._groups(c, solutions))
+        least += sum(
+            n * min(activation_bytes(setup, s))
+            for s, (_, n) in zip(solutions, self.job.chain, strict=True)
         )
-        shared = sum(
-            p.numel * RECIPES[setup.recipe].parameter * 9
-            for name in self.job.tied
-            for p in next(
-                s.parameters for s in solutions for p in s.parameters if p.name == name
-            )
-            if p.name == name
-        )
-        return (least - shared) / c.mesh.pp > self.job.limit_bytes
+        return least / c.mesh.pp > self.job.limit_bytes
 
     # ---- solving ---------------------------------------------------------------
 

@@ -7,7 +7,7 @@ block and mode, and a constant per rank; a solution is always checked with the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cost_models.hardware import DeviceSpec
@@ -155,10 +155,15 @@ def rank_memory(
 
 def static_bytes(setup: MemorySetup, solution: BlockSolution) -> float:
     """Bytes that one more block of this kind adds whatever its recompute mode."""
+    return state_bytes(setup, parameter_groups(setup, [(solution, 1)]))
+
+
+def state_bytes(setup: MemorySetup, groups: Iterable[ParameterGroup]) -> float:
+    """Parameters, optimizer states and, over several micro-batches, gradients."""
     recipe = RECIPES[setup.recipe]
     states = OPTIMIZER_STATE_BYTES[setup.optimizer] + recipe.master
     total = 0.0
-    for group in parameter_groups(setup, [(solution, 1)]):
+    for group in groups:
         n = group.elements
         stored = n / (group.shard if setup.zero >= 3 else 1)
         if not group.trainable:

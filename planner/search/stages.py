@@ -73,10 +73,9 @@ class StageSolution:
 INFEASIBLE = StageSolution((), float("inf"), float("inf"), "infeasible")
 
 
-def combine(problem: StageProblem, longest: float, total: float) -> float:
-    """The pipeline time of rank times with this maximum and this sum."""
-    v = problem.virtual
-    return (problem.micro_batches - 1 / v) * longest + total / v
+def combine(micro_batches: int, virtual: int, longest: float, total: float) -> float:
+    """The pipeline time of rank times with this maximum and this sum (seconds)."""
+    return (micro_batches - 1 / virtual) * longest + total / virtual
 
 
 def ideal_seconds(problem: StageProblem) -> float:
@@ -84,7 +83,12 @@ def ideal_seconds(problem: StageProblem) -> float:
     allowed = _allowed(problem)
     best = [min(r.seconds[q] for q in allowed) for r in problem.runs]
     total = sum(t * r.count for t, r in zip(best, problem.runs, strict=True))
-    return combine(problem, max(max(best), total / problem.ranks), total)
+    return combine(
+        problem.micro_batches,
+        problem.virtual,
+        max(max(best), total / problem.ranks),
+        total,
+    )
 
 
 def _allowed(problem: StageProblem) -> tuple[int, ...]:
@@ -205,7 +209,7 @@ def solve_stages(
         found = table(0, tuple(r.count for r in problem.runs))
         if found is None:
             return INFEASIBLE
-        time = combine(problem, found[0], found[0])
+        time = combine(problem.micro_batches, problem.virtual, found[0], found[0])
         return StageSolution((found[1],), time, time, "optimal")
     return _solve_ranges(problem, table, deterministic_limit)
 
@@ -277,7 +281,9 @@ def _solve_ranges(problem: StageProblem, table: _Table, limit: float) -> StageSo
         return StageSolution((), float("inf"), ideal_seconds(problem), "unknown")
     chosen = [r for r, p in zip(ranges, pick, strict=True) if solver.value(p)]
     seconds = [r.seconds for r in chosen]
-    objective = combine(problem, max(seconds), sum(seconds))
+    objective = combine(
+        problem.micro_batches, problem.virtual, max(seconds), sum(seconds)
+    )
     # times were rounded up to integers: take that back from the proved bound
     rounding = (m * v - 1 + problem.ranks) / scale / v
     bound = solver.best_objective_bound / scale / v - rounding
@@ -361,7 +367,10 @@ def bottleneck_bound(problem: StageProblem) -> float:
         return float("inf")
     allowed = _allowed(problem)
     total = sum(min(r.seconds[q] for q in allowed) * r.count for r in problem.runs)
-    return max(ideal_seconds(problem), combine(problem, found[0], total))
+    return max(
+        ideal_seconds(problem),
+        combine(problem.micro_batches, problem.virtual, found[0], total),
+    )
 
 
 def _bottleneck(problem: StageProblem, table: _Table) -> tuple[float, float] | None:
@@ -396,7 +405,12 @@ def _reachable(problem: StageProblem, table: _Table) -> float | None:
     allowed = _allowed(problem)
     least = sum(min(r.seconds[q] for q in allowed) * r.count for r in problem.runs)
     most = sum(max(r.seconds) * r.count for r in problem.runs)
-    best = combine(problem, found[1], min(problem.ranks * found[1], most))
+    best = combine(
+        problem.micro_batches,
+        problem.virtual,
+        found[1],
+        min(problem.ranks * found[1], most),
+    )
     v = problem.virtual
     weight = problem.micro_batches - 1 / v
     if weight <= 0:

@@ -71,7 +71,9 @@ def brute_force(p: StageProblem) -> float:
                     )
             times.append(min(fits, default=float("inf")))
         if len(times) == p.ranks and max(times) < float("inf"):
-            best = min(best, combine(p, max(times), sum(times)))
+            best = min(
+                best, combine(p.micro_batches, p.virtual, max(times), sum(times))
+            )
     return best
 
 
