@@ -35,7 +35,6 @@ from planner.search.rank_memory import (
     state_bytes,
 )
 from planner.search.stages import MODES, bottleneck_bound, combine, solve_stages
-from planner.search.step import BlockTimes
 
 Progress = Callable[[str], None]
 
@@ -98,7 +97,8 @@ class Search:
         )
         self._solved: dict[Configuration, Priced | None] = {}
         self._elements: tuple[tuple[float, bool, bool, float], ...] = ()
-        self._gaps: list[float] = []  # bounds of shapes that CP-SAT did not close
+        # seconds that no layout of a solved shape beats; inf: none fits, proved
+        self._proved: dict[Configuration, float] = {}
 
     # ---- shapes ----------------------------------------------------------------
 
@@ -235,38 +235,20 @@ class Search:
 
     def bound(self, c: Configuration) -> float:
         """Seconds that no layout of this shape can beat, by its block solutions."""
-        job = self.job
-        times, solutions = job.times(c), job.solutions(c)
-        if times is None or solutions is None:
+        if self.job.times(c) is None:
             return inf
-        pipeline = self._split_perfectly(c)
-        if c.virtual > 1:  # every chunk and pass waits for its message
-            waits = job.message_s(c, solutions) * (1 - job.stack.pp_overlap)
-            pipeline += 2 * c.micro_batches * c.virtual * waits
-        if not job.training:
-            return pipeline
-        groups = self._groups(c, solutions)
-        elements = sum(g.elements for g in groups if g.trainable) / c.mesh.pp
-        own = sum(
-            g.elements / (g.shard if c.zero else 1) for g in groups if g.trainable
-        )
-        longest = max(t.seconds(0) for t in times)
-        longest = max(longest, self._total(times) / c.mesh.pp)
-        exposed = job.gradient_seconds(c, elements, longest, longest)
-        return pipeline + exposed + job.optimizer_seconds(own / c.mesh.pp)
-
-    def _total(self, times: tuple[BlockTimes, ...]) -> float:
-        counts = [n for _, n in self.job.chain]
-        return sum(t.seconds(0) * n for t, n in zip(times, counts, strict=True))
+        return self._split_perfectly(c) + self._beside_the_split(c)
 
     def memory_bound(self, c: Configuration) -> float:
         """:meth:`bound` with the slowest rank that memory allows; inf: nothing fits."""
         problem = self.job.stage_problem(c, self._modes())
         if problem is None:
             return inf
-        least = self.job.least_constants(c)
-        pipeline = bottleneck_bound(replace(problem, constant_bytes=least))
-        return pipeline + self.bound(c) - self._split_perfectly(c)
+        return bottleneck_bound(problem) + self._beside_the_split(c)
+
+    def _beside_the_split(self, c: Configuration) -> float:
+        """Messages between stages, gradients and the update: in every layout."""
+        return self.job.least_messages_s(c) + self.job.least_ending_s(c)
 
     def _split_perfectly(self, c: Configuration) -> float:
         times = self.job.times(c)
@@ -337,19 +319,20 @@ class Search:
         return (MODES.index("full"),) if "full" in modes else (MODES.index(modes[0]),)
 
     def _solve(self, c: Configuration) -> Priced | None:
-        """Solve with the constants of an even layout, then with those of the layout
-        found, until it fits and no rank's constant was taken too high."""
+        """Solve with the least constants of any layout, which proves a bound, then with
+        those of the layout found, until it fits and none was taken too high."""
         problem = self.job.stage_problem(c, self._modes())
         best: Priced | None = None
         for _ in range(REPAIRS):
             if problem is None:
                 break
             found = solve_stages(problem, self.limits.deterministic_s)
+            if c not in self._proved:
+                beside = self._beside_the_split(c)
+                self._proved[c] = found.bound_s + beside if found.counts else inf
             if not found.counts:
                 break
             priced = self.job.price(c, found.counts)
-            if found.status != "optimal":
-                self._gaps.append(found.bound_s)
             if priced.fits and (
                 best is None or priced.terms.total_s < best.terms.total_s
             ):
@@ -385,6 +368,8 @@ class Search:
         best: Priced | None = None
         solved = infeasible = 0
         twins: set[tuple[object, ...]] = set()
+        proved: list[float] = []
+        undecided: list[float] = []
         others: dict[tuple[int, int, int, int], Priced] = {}
         while queue and solved < self.limits.solved and not stop.now:
             bound, number, level, c = queue[0]
@@ -412,9 +397,14 @@ class Search:
                 continue
             self._report(solved, best, bound, c, queue)
             priced = self.solve(c)
+            least = max(bound, self._proved.get(c, bound))
             if priced is None:
-                infeasible += 1
+                if least == inf:
+                    infeasible += 1
+                else:  # no layout was found, none was ruled out
+                    undecided.append(least)
                 continue
+            proved.append(least)
             solved += 1
             mesh = c.mesh
             key = (mesh.tp, mesh.pp, mesh.cp, c.zero)
@@ -426,8 +416,9 @@ class Search:
         if best is None:
             raise self._does_not_fit()
         limit = best.terms.total_s * (1 - 1e-9)
-        cut_off = sum(1 for entry in queue if entry[0] < limit)
-        bound = min([best.terms.total_s, *self._gaps, *(e[0] for e in queue)])
+        open_bounds = [entry[0] for entry in queue] + undecided
+        cut_off = sum(b < limit for b in open_bounds)
+        bound = min([best.terms.total_s, *proved, *open_bounds])
         ranked = sorted(
             (p for p in others.values() if p is not best),
             key=lambda p: p.terms.total_s,
@@ -436,7 +427,7 @@ class Search:
             best,
             bound,
             enumerated,
-            len(queue) - cut_off,
+            len(open_bounds) - cut_off,
             solved,
             cut_off,
             infeasible,

@@ -35,9 +35,10 @@ from planner.search.rank_memory import (
     constant_bytes,
     parameter_groups,
     rank_memory,
+    state_bytes,
     static_bytes,
 )
-from planner.search.stages import Counts, Run, StageProblem
+from planner.search.stages import MODES, Counts, Run, StageProblem
 from planner.search.step import (
     BlockTimes,
     Ending,
@@ -51,6 +52,8 @@ STATES = ("replicated", "sequence", "batch", "feature")
 #: Seconds that a saved byte is worth when a block is solved: a tie-break, and a price
 #: at which 1 GB is worth a millisecond (more memory-thrifty Pareto points).
 RATES = (1e-15, 1e-12)
+#: Blocks of one run that make its activations the peak of any rank.
+MANY = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +362,8 @@ class Job:
         modes: tuple[str, ...],
         fixed_counts: tuple[int, ...] | None = None,
     ) -> StageProblem | None:
-        """The stage problem of a configuration; None where blocks have no solution."""
+        """The stage problem of a configuration with the least constants of any layout,
+        so that its optimum is a bound; None where blocks have no solution."""
         solutions, times = self.solutions(c), self.times(c)
         if solutions is None or times is None:
             return None
@@ -378,8 +382,7 @@ class Job:
             # no unfused attention: selective recompute would bring nothing
             modes = tuple(q for q in modes if q != "selective") or modes
         flight = self.in_flight(c)
-        mode = 2 if modes == ("full",) else 0
-        constants = self.constants(c, self.even_layout(c, mode))
+        constants = self.least_constants(c, modes)
         return StageProblem(
             runs,
             c.mesh.pp,
@@ -404,21 +407,78 @@ class Job:
             for k, counts in enumerate(layout)
         )
 
-    def least_constants(self, c: Configuration) -> tuple[float, ...]:
-        """Bytes that a rank needs beside states and activations in any layout."""
+    def least_constants(
+        self, c: Configuration, modes: tuple[str, ...]
+    ) -> tuple[float, ...]:
+        """Bytes that each rank needs beside states and activations in any layout.
+
+        A rank's constant grows with the kinds of block that it holds. Rank k has k
+        blocks before it at the least and as many ranks after it as there are, which
+        says what it can hold; the first block is on the first, the last on the last.
+        """
         solutions = self.solutions(c)
         assert solutions is not None
         setup = self.memory_setup(c)
         empty: Counts = tuple((0, 0, 0) for _ in self.chain)
         bare = rank_memory(setup, solutions, empty, 0.0).total_bytes
-        tied = sum(static_bytes(setup, s) for s in solutions if self._has_tied(s))
-        result = [bare] * c.mesh.pp
-        if c.mesh.pp == 1:
-            result[0] -= tied  # the shared tensor is held once
+        of_run = [bare] * len(self.chain)
+        if c.micro_batches > 1:  # else gradients, not activations, may be the peak
+            of_run = [
+                max(bare, self._run_constant(c, run, modes))
+                for run in range(len(self.chain))
+            ]
+        run_at = [r for r, (_, n) in enumerate(self.chain) for _ in range(n)]
+        ranks = c.mesh.pp
+        shared = self._counted_twice(c, solutions)
+        result: list[float] = []
+        for k in range(ranks):
+            held = set(run_at[k : len(run_at) - (ranks - 1 - k)])
+            least = min((of_run[r] for r in held), default=bare)
+            if k == 0:
+                least = max(least, of_run[0])
+            if k == ranks - 1:
+                least = max(least, of_run[-1])
+            result.append(least - shared)
         return tuple(result)
 
-    def _has_tied(self, solution: BlockSolution) -> bool:
-        return any(p.name in self.tied for p in solution.parameters)
+    def _run_constant(
+        self, c: Configuration, run: int, modes: tuple[str, ...]
+    ) -> float:
+        """The constant of a rank whose activations are the peak and all of one run."""
+        solutions = self.solutions(c)
+        assert solutions is not None
+        setup = self.memory_setup(c)
+        found: list[float] = []
+        for mode in modes:
+            row = [0, 0, 0]
+            row[MODES.index(mode)] = MANY
+            counts = tuple(
+                (row[0], row[1], row[2]) if r == run else (0, 0, 0)
+                for r in range(len(self.chain))
+            )
+            found.append(constant_bytes(setup, solutions, counts, 1.0))
+        return min(found)
+
+    def _counted_twice(
+        self, c: Configuration, solutions: Sequence[BlockSolution]
+    ) -> float:
+        """State bytes of shared tensors that one rank holds once though several of its
+        blocks list them. Tensors of the first and last block alone part company as
+        soon as there are two stages."""
+        sharing = [
+            i
+            for i, s in enumerate(solutions)
+            if any(p.name in self.tied for p in s.parameters)
+        ]
+        if c.mesh.pp > 1 and sharing == [0, len(solutions) - 1]:
+            return 0.0
+        setup = self.memory_setup(c)
+        counts = [n for _, n in self.chain]
+        listed = sum(
+            n * static_bytes(setup, s) for s, n in zip(solutions, counts, strict=True)
+        )
+        held = list(zip(solutions, counts, strict=True))
+        return listed - state_bytes(setup, parameter_groups(setup, held))
 
     def even_layout(self, c: Configuration, mode: int = 0) -> tuple[Counts, ...]:
         """Blocks cut as evenly as possible, all in one recompute mode."""
@@ -502,6 +562,48 @@ class Job:
             if block.stop < len(self.collapsed.graph.ops) or self.chain[-1][1] > 1
         ]
         return self.comm(c.mesh).p2p(max(sends, default=0.0))
+
+    def least_messages_s(self, c: Configuration) -> float:
+        """Seconds that messages add to a step of any layout: filling and draining the
+        pipeline, and every chunk's wait where the stack hides nothing."""
+        solutions = self.solutions(c)
+        ranks, v = c.mesh.pp, c.virtual
+        if ranks == 1 or solutions is None:
+            return 0.0
+        blocking = self.message_s(c, solutions) * (1 - self.stack.pp_overlap)
+        send = blocking + self.stack.stage_host_s
+        hops = v * ranks - 1 if c.schedule == "interleaved" else ranks - 1
+        waits = v * blocking if v > 1 else 0.0
+        return 2 * hops * send + 2 * waits * (c.micro_batches + (ranks - 1) / v)
+
+    def least_ending_s(self, c: Configuration) -> float:
+        """Seconds that follow the last backward in any layout: exact on one stage, and
+        on several what the rank with the most parameters can not avoid."""
+        solutions, times = self.solutions(c), self.times(c)
+        if not self.training or solutions is None or times is None:
+            return 0.0
+        setup = self.memory_setup(c)
+        counts: Counts = tuple((n, 0, 0) for _, n in self.chain)
+        if c.mesh.pp == 1:
+            return self._ending(c, solutions, times, counts, setup).total_s
+        held = list(zip(solutions, (n for _, n in self.chain), strict=True))
+        groups = [g for g in parameter_groups(setup, held) if g.trainable]
+        total = sum(t.seconds(0) * n for t, (_, n) in zip(times, held, strict=True))
+        longest = max(*(t.seconds(0) for t in times), total / c.mesh.pp)
+        forward = max(t.forward / t.seconds(0) for t in times if t.seconds(0))
+        backward = max(t.plain_backward / t.seconds(0) for t in times if t.seconds(0))
+        exposed = 0.0
+        if c.micro_batches - 1 / c.virtual >= forward + backward:
+            # a longer stage hides more, but costs the pipeline more than it hides
+            exposed = self.gradient_seconds(
+                c,
+                sum(g.elements for g in groups) / c.mesh.pp,
+                forward * longest,
+                backward * longest,
+            )
+        own = sum(g.elements / (g.shard if c.zero else 1) for g in groups)
+        update = self.optimizer_seconds(own / c.mesh.pp)
+        return exposed + update + self.stack.step_host_s
 
     def _ending(
         self,

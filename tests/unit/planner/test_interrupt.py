@@ -32,7 +32,7 @@ def ctrl_c_after_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_best_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     command = ["optimize", "gpt2", "--cluster", "8xA100", "--global-batch", "64"]
-    command += ["--pin", "pp=1"]
+    command += ["--pin", "pp=2"]
     assert run([*command, "-o", str(file)]) == 130
     plan = load_plan(file)
     assert plan.certificate.status == "feasible"
@@ -78,7 +78,7 @@ def test_an_application_keeps_its_own_handler() -> None:
 def test_progress_says_what_is_tried_and_how_far_it_is() -> None:
     lines: list[str] = []
     workload = planner.Training(global_batch=64)
-    pins = {"pp": 1, "tp": 1}
+    pins = {"pp": 2}
     planner.optimize("gpt2", "8xA100", workload, pins=pins, progress=lines.append)
     shown = [x for x in lines if x.startswith("best ")]
     assert shown

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from math import inf
+
 import pytest
 
 from planner.errors import InfeasibleError, PlannerError
 from planner.search.driver import Limits, Search
 from planner.search.recipes import recipes
+from planner.search.stages import Counts
 from tests.small import gpt_graph, job_of
 
 
@@ -85,3 +90,42 @@ def test_heads_that_do_not_divide_are_named() -> None:
     job = job_of(gpt_graph(hidden=768, heads=12), "8xA100")
     with pytest.raises(PlannerError, match="12 heads not divisible by 8"):
         Search(job, 8, Limits({"tp": 8})).run()
+
+
+def test_the_certificate_holds_for_every_layout() -> None:
+    """No layout of any shape, cut and recomputed in any way, beats the bound."""
+    job = job_of(gpt_graph(), "4xA100", memory_limit_bytes=2.6 * 2**30)
+    search = Search(job, 8, Limits({"pp": 2, "cp": 1}))
+    outcome = search.run()
+    best = inf
+    layouts = list(_layouts([n for _, n in job.chain]))
+    for c in search.configurations():
+        if job.solutions(c) is None:
+            continue
+        least = inf
+        for layout in layouts:
+            priced = job.price(c, layout)
+            if priced.fits:
+                least = min(least, priced.terms.total_s)
+        assert search.memory_bound(c) <= least * (1 + 1e-9)
+        best = min(best, least)
+    assert outcome.bound_s <= best * (1 + 1e-9)
+    assert best < inf
+
+
+def _layouts(counts: list[int]) -> Iterator[tuple[Counts, ...]]:
+    """Every cut of a chain of runs over two ranks, every mode of every block."""
+    total = sum(counts)
+    for cut in range(1, total):
+        sides: list[list[Counts]] = []
+        for low, high in ((0, cut), (cut, total)):
+            held, start = [], 0
+            for n in counts:
+                held.append(max(0, min(high, start + n) - max(low, start)))
+                start += n
+            choices = [
+                [(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]
+                for n in held
+            ]
+            sides.append([tuple(rows) for rows in product(*choices)])
+        yield from product(*sides)
