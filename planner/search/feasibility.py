@@ -53,16 +53,40 @@ def thriftiest(search: Search, *, stop_at_fit: bool = False) -> Priced | None:
 
 def what_would_fit(search: Search) -> str:
     """The smallest cluster of the same GPUs on which a shape fits, in words."""
+    tried: list[ClusterSpec] = []
     for cluster in larger(search.job.cluster):
-        found = thriftiest(_on(search, cluster), stop_at_fit=True)
-        if found is not None and found.fits:
-            return (
-                f"{cluster.num_gpus} of these GPUs are enough "
-                f"(with {found.configuration.mesh.tp} tensor, "
-                f"{found.configuration.mesh.pp} pipeline ranks, "
-                f"ZeRO {found.configuration.zero})"
-            )
+        found = _fitting(search, cluster)
+        if found is None:
+            tried.append(cluster)
+            continue
+        # the sizes grow in steps: the smallest may lie between the last two
+        for between in _between(tried[-1] if tried else search.job.cluster, cluster):
+            smaller = _fitting(search, between)
+            if smaller is not None:
+                cluster, found = between, smaller
+                break
+        return (
+            f"{cluster.num_gpus} of these GPUs are enough "
+            f"(with {found.configuration.mesh.tp} tensor, "
+            f"{found.configuration.mesh.pp} pipeline ranks, "
+            f"ZeRO {found.configuration.zero})"
+        )
     return f"not even {LARGEST} times as many of these GPUs fit: use larger GPUs"
+
+
+def _fitting(search: Search, cluster: ClusterSpec) -> Priced | None:
+    found = thriftiest(_on(search, cluster), stop_at_fit=True)
+    return found if found is not None and found.fits else None
+
+
+def _between(small: ClusterSpec, large: ClusterSpec) -> Iterator[ClusterSpec]:
+    """Clusters of whole nodes of ``large`` with more GPUs than ``small``, growing."""
+    group = large.groups[0]
+    for nodes in range(1, group.nodes):
+        gpus = nodes * group.gpus_per_node
+        if gpus > small.num_gpus:
+            grown = replace(group, nodes=nodes)
+            yield replace(large, groups=(grown,), text=f"{gpus} GPUs")
 
 
 def conflicts(search: Search, missing: float) -> str:
