@@ -294,9 +294,13 @@ def test_h10_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match="another model"):
         layout_from(other, again)
     # the document alone gives every layer's stage and every tensor's placement
-    placed = [b for s in again.stages for b in s.blocks]
-    # interleaved stages hold every other layer
-    assert sorted(placed) == sorted(b.name for b in again.model.blocks)
+    chunks = {
+        c * len(again.stages) + s.index: s.blocks[sum(s.chunks[:c]) :][: s.chunks[c]]
+        for s in again.stages
+        for c in range(len(s.chunks))
+    }
+    placed = [b for number in sorted(chunks) for b in chunks[number]]
+    assert placed == [b.name for b in again.model.blocks]
     kinds = {r.what for r in again.placements.values()}
     assert kinds >= {"parameter", "op"}
     assert TensorKind.PARAMETER.value in kinds
